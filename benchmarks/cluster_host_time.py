@@ -82,7 +82,6 @@ class TableDevice:
 
     def __init__(self, orders: OrderSender, *, rows: bool, step_s: float) -> None:
         self.orders, self.weight_version, self.exact = orders, 0, True
-        self.placement_epoch = None
         self.send_s, self.sent_at, self.order_bytes = list[float](), dict[int, float](), 0
         self.waited_s = self.waited_cpu_s = 0.0  # in the last `read`
         self._step_s, self._free_at, self._ends = step_s, 0.0, deque[float]()

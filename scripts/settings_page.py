@@ -25,13 +25,14 @@ def render() -> str:
 
 
 def _row(action: argparse.Action, *, is_keyword: bool) -> str:
-    flag = action.option_strings[0]
+    # of a switch with two values both; other spellings are names of other servers
+    flags = action.option_strings if isinstance(action, argparse.BooleanOptionalAction) else action.option_strings[:1]
     values = () if action.nargs == 0 else action.choices or (action.metavar,)
     meaning, _, default = (action.help or "").rpartition("default: ")
     if not meaning:
         meaning, default = default, ""
     cells = (
-        f"`{flag}`",
+        ", ".join(f"`{flag}`" for flag in flags),
         ", ".join(f"`{value}`" for value in values),
         "yes" if is_keyword else "",
         meaning.strip(" ;"),

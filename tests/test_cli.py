@@ -30,6 +30,7 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.demo import demo_model_path
 from routed_experts.formats import record_from_meta_info
 from routed_experts.formats.archive import encode_record
+from support.file_permissions import run_under_permissions
 from support.lazy_compile import lazy_compilation
 from support.process_groups import FAST
 from support.tiny_checkpoint import write_tiny_checkpoint
@@ -229,6 +230,21 @@ def test_a_model_that_is_not_there_is_refused(tmp_path, capsys):
     err = capsys.readouterr().err
     assert_refused(code, err)
     assert "nowhere" in err
+
+
+@pytest.mark.parametrize("command", ["generate", "inspect", "serve"])
+def test_a_model_that_this_user_may_not_reach_is_named_with_the_reason(command, tmp_path):
+    """It is not taken for an absent one: exit code 1 and the system's reason, as for any file."""
+    (model := tmp_path / "locked" / "model").mkdir(parents=True)
+    words = [command, str(model), *(["--prompt", "x"] if command == "generate" else [])]
+    model.parent.chmod(0)
+    try:
+        code = "import sys; from routed_experts.cli import main; sys.exit(main())"
+        result = run_under_permissions(code, *words, env={"JAX_COMPILATION_CACHE_DIR": str(tmp_path)})
+    finally:
+        model.parent.chmod(0o700)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == f"routed-experts {command}: error: Permission denied: '{model}'\n"
 
 
 def test_an_output_that_cannot_be_written_is_reported_before_the_engine_starts(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """`bench`: its tables are complete and consistent. No figure is judged: tests measure no speed."""
 
+import contextlib
 import http.server
 import json
 import threading
@@ -133,29 +134,83 @@ def test_a_file_that_holds_no_load_is_refused_with_what_one_is(text, tmp_path, c
     assert code == 2 and "holds no load" in err and '{"decode": {"SIZE": COUNT, ...}' in err
 
 
-@pytest.mark.parametrize("content", [b"{}", b"no json", b"[]", b'{"vocab_size": null}'])
-def test_another_server_is_refused_by_its_url(content, capsys):
+@contextlib.contextmanager
+def serving(*, info=b'{"vocab_size": 9}', info_head=None, stream=b"", stream_head="Connection: close", status=200):
+    """A server that answers /get_model_info and /generate so, with these headers, and closes the connection."""
+
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
+            self.answer(info, info_head or f"Content-Length: {len(info)}")
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.answer(stream, stream_head, status=status)
+
+        def answer(self, content, head, status=200):
+            self.send_response(status)
+            self.send_header(*head.split(": "))
             self.end_headers()
             self.wfile.write(content)
 
         def log_message(self, *_):
             """Write nothing on standard error."""
 
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            url = f"http://127.0.0.1:{server.server_port}"
-            code, out, err = run(capsys, "serve", "--base-url", url, *SMALL)
+            yield f"http://127.0.0.1:{server.server_port}"
         finally:
             server.shutdown()
             thread.join()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"{}", b"no json", b"[]", b'{"vocab_size": null}', b'{"vocab_size": 1e999}', b'{"vocab_size": 0}'),
+        *(b'{"vocab_size": -3}', b'{"vocab_size": NaN}', b"[" * 100_000, b"\xff"),
+    ],
+)
+def test_another_server_is_refused_by_its_url(content, capsys):
+    with serving(info=content) as url:
+        code, out, err = run(capsys, "serve", "--base-url", url, *SMALL)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert f"--base-url {url}: /get_model_info names no vocab_size" in err
+
+
+CHUNKED = "Transfer-Encoding: chunked"
+
+
+@pytest.mark.parametrize(
+    ("answers", "path"),
+    [
+        (dict(info_head="Content-Length: 100"), "GET /get_model_info"),
+        (dict(info_head=CHUNKED, info=b"20\r\n{"), "GET /get_model_info"),
+        (dict(info_head=CHUNKED, info=b"no size\r\n{"), "GET /get_model_info"),
+        (dict(stream_head=CHUNKED, stream=b"20\r\ndata: {"), "POST /generate"),
+        (dict(stream_head=CHUNKED, stream=b"20\r\n{", status=500), "POST /generate"),
+    ],
+)
+def test_an_answer_that_is_cut_short_ends_with_a_sentence(answers, path, capsys):
+    with serving(**answers) as url:
+        code, out, err = run(capsys, "serve", "--base-url", url, *SMALL)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert f"--base-url {url}: {path} failed (IncompleteRead(" in err
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        *(b"", b"data: [DONE]\n\n", b"data: {\n\n", b'data: {"meta_info": null}\n\n', b'data: {"meta_info": {}}\n\n'),
+        *(b'data: {"error": {"message": "no"}}\n\ndata: [DONE]\n\n', b'data: {"a": ' + b"[" * 100_000 + b"\n\n"),
+    ],
+)
+def test_a_stream_without_an_end_ends_with_a_sentence(stream, capsys):
+    with serving(stream=stream) as url:
+        code, out, err = run(capsys, "serve", "--base-url", url, *SMALL)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "a stream ended early: " in err and len(err) < 500
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, capsys):

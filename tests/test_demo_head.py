@@ -88,6 +88,6 @@ def test_another_folder_named_demo_wins(tmp_path, monkeypatch):
     from routed_experts.models.loading.model_source import draft_folder_path
 
     monkeypatch.chdir(tmp_path)
-    assert draft_folder_path("demo") == demo_head_path()
+    assert draft_folder_path("demo") == draft_folder_path(Path("demo")) == demo_head_path()
     (tmp_path / "demo").mkdir()
     assert draft_folder_path("demo") == Path("demo")

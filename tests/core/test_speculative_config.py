@@ -1,6 +1,8 @@
 """SpeculativeConfig: what it refuses, by name, value, limit and fix; both dialects."""
 
+import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,7 +37,24 @@ from routed_experts.core.speculative_config import SpeculativeConfig
         (dict(eagle_layers=np.array([0, 2])), ["eagle_layers=", "a list"]),
         (dict(scope=np.array([1, 2])), ["scope=", "text"]),
         (dict(scope=["request"]), ["scope=", "request, namespace"]),
-        (dict(store_bytes=np.array([1])), ["store_bytes=", "a number"]),
+        (dict(store_bytes=np.array([1])), ["store_bytes=", "an integer in 1048576"]),
+        (dict(num_draft_tokens=np.int64(4)), ["num_draft_tokens=np.int64(4)", "an integer in 2..32"]),
+        (dict(adaptive={}.keys()), ["adaptive=a dict_keys of 0", "True or False"]),
+        (dict(eagle_layers={1: 2}.keys()), ["eagle_layers=a dict_keys of 1", "a list"]),
+        (
+            dict(algorithm="EAGLE3", draft_model_path="x", eagle_layers={1: 2}.keys()),
+            ["eagle_layers=a dict_keys of 1", "a list of layers of the model, counted from 0"],
+        ),
+        (
+            dict(algorithm="EAGLE3", draft_model_path="x", eagle_layers=(layer for layer in (1, 2))),
+            ["eagle_layers=a generator", "a list of layers of the model, counted from 0"],
+        ),
+        (
+            dict(algorithm="EAGLE3", draft_model_path="x", eagle_layers=["1" * 5000]),
+            ["(5000 characters)", "counted from 0"],
+        ),
+        (dict(algorithm="EAGLE3", draft_model_path=["x"]), ["draft_model_path=a list of 1", "the path of a folder"]),
+        (dict(draft_model_path=Path("x")), ["draft_model_path='x'", "NGRAM has no draft model"]),
         (dict(algorithm="EAGLE3", draft_model_path="x", eagle_layers=()), ["eagle_layers", "counted from 0"]),
         (dict(algorithm="EAGLE3", draft_model_path="x", eagle_layers=(-1,)), ["eagle_layers", "counted from 0"]),
         (dict(scope="all"), ["scope='all'", "request, namespace"]),
@@ -111,6 +130,24 @@ def test_a_value_that_cannot_work_is_refused_by_name(fields, words):
         assert word in str(caught.value), (word, str(caught.value))
 
 
+@pytest.mark.parametrize("algorithm", ["NGRAM", "SUFFIX", "NEXTN", "EAGLE3", "STANDALONE"])
+@pytest.mark.parametrize("field", dataclasses.fields(SpeculativeConfig), ids=lambda field: field.name)
+def test_a_value_of_any_type_is_refused_by_the_name_of_its_field(field, algorithm):
+    """Iterators, arrays and dicts: none is copied, compared with a default, or shown whole."""
+    path = {"draft_model_path": "x"} if algorithm in ("EAGLE3", "STANDALONE") else {}
+    for value in ({1: 2}.keys(), iter([1]), np.array([1, 2]), np.array([1]), np.ones(()), {"a": [0] * 5000}, object()):
+        with pytest.raises(ConfigError, match=f"^speculative_{field.name}=") as caught:
+            SpeculativeConfig(**({"algorithm": algorithm} | path | {field.name: value}))
+        assert "; " in str(caught.value) or " must be " in str(caught.value)
+        assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE"])
+def test_the_folder_of_a_draft_model_may_be_a_path(algorithm):
+    path = Path("folder") / "head"
+    assert SpeculativeConfig(algorithm=algorithm, draft_model_path=path).draft_model_path == path
+
+
 def test_lengths_by_either_name():
     assert SpeculativeConfig().num_drafts == 7
     assert SpeculativeConfig(num_steps=3).num_drafts == 3
@@ -179,6 +216,16 @@ def test_defaults_of_text_are_accepted_with_any_algorithm(algorithm):
             ["prompt_lookup_min=5 is above prompt_lookup_max=4"],
         ),
         ({"method": ["ngram"]}, ["a list of 1", "NGRAM"]),
+        *(
+            ({"method": method, name: np.array([1, 2])}, [f"{field}=a ndarray of 2"])
+            for method, name, field in (
+                ("ngram", "num_speculative_tokens", "num_speculative_tokens"),
+                ("ngram", "draft_tensor_parallel_size", "draft_tensor_parallel_size"),
+                ("ngram", "rejection_sample_method", "rejection_sample_method"),
+                ("ngram", "model", "draft_model_path"),
+                ("suffix", "suffix_decoding_max_cached_requests", "suffix_max_cached_requests"),
+            )
+        ),
         ({}, ["no method", "ngram"]),
         ({"method": "eagle3"}, ["draft_model_path=None", "folder"]),
         ({"method": "draft_model"}, ["draft_model_path=None", "smaller model of the same vocabulary"]),

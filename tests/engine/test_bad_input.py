@@ -21,6 +21,7 @@ from routed_experts import (
     PromptTooLongError,
     QueueFullError,
     RoutedExpertsError,
+    SamplingParams,
 )
 from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.engine.build.backends import BackendRegistry
@@ -596,7 +597,7 @@ def assert_capture_is_off(engine):
 
 
 def assert_the_pool_is_the_limit(engine):
-    assert "KV pool of 64 tokens" in refused(engine, PromptTooLongError, input_ids=[1] * 64, param="prompt")
+    assert "KV pool of 64 tokens" in refused(engine, PromptTooLongError, input_ids=[1] * 64, param="input_ids")
     assert "at most 4" in refused(
         engine, PromptTooLongError, input_ids=[1] * 60, max_new_tokens=5, param="max_new_tokens"
     )
@@ -648,7 +649,117 @@ def test_a_refused_prompt_of_a_list_is_named_by_its_index(engine):
         assert str(caught.value).startswith(words) and caught.value.param == param
     with pytest.raises(PromptTooLongError) as caught:
         engine.generate(input_ids=[[1], [1] * 20], max_new_tokens=engine.components.context_length - 10)
-    assert str(caught.value).startswith("prompt[1]: max_new_tokens=") and caught.value.index == 1
+    assert str(caught.value).startswith("input_ids[1]: max_new_tokens=") and caught.value.index == 1
     with pytest.raises(InvalidRequestError, match=r"^prompt='' must be text") as caught:
         engine.generate([""])
     assert caught.value.index is None and str(caught.value.renamed("text")).startswith("text=''")
+
+
+SENT = [
+    (
+        {"sampling_params": {"min_new_tokens": 9, "max_new_tokens": 2}},
+        "min_new_tokens is 9, but must be at most max_new_tokens, 2; lower min_new_tokens or raise max_new_tokens",
+    ),
+    (
+        {"sampling_params": {"min_new_tokens": 9, "max_tokens": 2}},
+        "min_new_tokens is 9, but must be at most max_tokens, 2; lower min_new_tokens or raise max_tokens",
+    ),
+    (
+        {"sampling_params": {"min_tokens": 9}, "max_new_tokens": 2},
+        "min_tokens is 9, but must be at most max_new_tokens, 2; lower min_tokens or raise max_new_tokens",
+    ),
+    (
+        {"sampling_params": SamplingParams(min_tokens=9), "max_new_tokens": 2},
+        "min_tokens is 9, but must be at most max_new_tokens, 2; lower min_tokens or raise max_new_tokens",
+    ),
+    (
+        {"sampling_params": {"min_new_tokens": 1000}},
+        "min_new_tokens=1000 is above the 128 tokens that may be generated; lower it or raise max_tokens",
+    ),
+    ({"sampling_params": {"max_tokens": 600}}, "max_tokens=600 is too large"),
+    ({"sampling_params": {"max_new_tokens": 600}}, "max_new_tokens=600 is too large"),
+    ({"sampling_params": SamplingParams(max_tokens=600)}, "max_tokens=600 is too large"),
+    ({"max_new_tokens": 600}, "max_new_tokens=600 is too large"),
+    (
+        {"sampling_params": {"routed_experts_prompt_start": 99}, "return_routed_experts": True},
+        "routed_experts_prompt_start=99 is higher",
+    ),
+    (
+        {"sampling_params": {"routed_experts_prompt_start": 99}, "routed_experts_start_len": 98},
+        "routed_experts_start_len=98, but sampling_params have 99",
+    ),
+    (
+        {"sampling_params": {"routed_experts_prompt_start": 3}},
+        "routed_experts_prompt_start=3 without return_routed_experts=True",
+    ),
+    ({"sampling_params": {"guided_regex": "("}}, "guided_regex"),
+    (
+        {"sampling_params": {"guided_json": {}, "guided_regex": "a"}},
+        "guided_regex and guided_json both ask for a form of the output",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kwargs", "words"), SENT, ids=[words[:60] for _, words in SENT])
+def test_every_field_of_a_message_has_the_name_that_was_sent(engine, kwargs, words):
+    with pytest.raises(InvalidRequestError) as caught:
+        engine.generate(input_ids=[1, 2, 3], **kwargs)
+    assert str(caught.value).startswith(words) and words.startswith(caught.value.param)
+
+
+OF_ONE = [  # a value for each prompt; the second one is refused
+    ("sampling_params", [{}, {"min_new_tokens": 1000}], "min_new_tokens"),
+    ("sampling_params", [{}, {"temperature": -1}], "temperature"),
+    ("sampling_params", [{}, {"temprature": 1}], "temprature"),
+    ("sampling_params", [{}, 5], "sampling_params"),
+    ("sampling_params", [{}, {"stop_token_ids": [VOCAB_SIZE]}], "stop_token_ids"),
+    ("sampling_params", [{}, {"guided_regex": "("}], "guided_regex"),
+    ("sampling_params", [{}, {"routed_experts_prompt_start": 99}], "routed_experts_prompt_start"),
+    ("sampling_params", [SamplingParams(), SamplingParams(routed_experts_format="ref")], "routed_experts_format"),
+    ("routed_experts_start_len", [0, 99], "routed_experts_start_len"),
+    ("logprob_start_len", [0, 99], "logprob_start_len"),
+    ("top_logprobs_num", [0, 99], "top_logprobs_num"),
+    ("token_ids_logprob", [[1], [VOCAB_SIZE]], "token_ids_logprob"),
+    ("return_logprob", [True, 5], "return_logprob"),
+    ("extra_key", ["a", 5], "extra_key"),
+    ("rid", ["a", "b c"], "rid"),
+]
+
+
+@pytest.mark.parametrize(("field", "values", "param"), OF_ONE, ids=[f"{case[0]}-{case[2]}" for case in OF_ONE])
+@pytest.mark.parametrize("prompts", [{"prompt": ["ab cd", "ef gh"]}, {"input_ids": [[1, 2, 3], [4, 5, 6]]}])
+def test_a_refused_value_of_a_list_is_named_by_the_index_of_its_prompt(engine, prompts, field, values, param):
+    """One value for all prompts is refused without an index: it is not of one of them."""
+    (prompt_field,) = prompts
+    kwargs = {**prompts, "return_logprob": True, "return_routed_experts": True}
+    with pytest.raises(InvalidRequestError) as caught:
+        engine.generate(**{**kwargs, field: values})
+    assert str(caught.value).startswith(f"{prompt_field}[1]: ") and caught.value.index == 1
+    assert caught.value.param == param and param in str(caught.value)
+    depends_on_prompt = "start" in param
+    with pytest.raises(InvalidRequestError) as caught:
+        engine.generate(**{**kwargs, field: values[1]})
+    assert caught.value.index == (0 if depends_on_prompt else None) and caught.value.param == param
+    with pytest.raises(InvalidRequestError) as caught:
+        engine.generate(**{**kwargs, prompt_field: prompts[prompt_field][:1], field: values[1:]})
+    assert caught.value.index is None and caught.value.param == param
+
+
+def test_a_shared_value_that_another_prompt_would_take_is_refused_with_the_index(engine):
+    prompts = [[1] * 9, [1, 2, 3]]
+    for kwargs in (
+        {"return_routed_experts": True, "routed_experts_start_len": 5},
+        {"return_logprob": True, "logprob_start_len": 5},
+        {"sampling_params": [{}, {}], "return_routed_experts": True, "routed_experts_start_len": 5},
+    ):
+        text = refused(engine, input_ids=prompts, **kwargs)
+        assert text.startswith("input_ids[1]: ")
+    text = refused(engine, input_ids=[[1], [1] * 500], sampling_params={"min_tokens": 13}, param="min_tokens")
+    assert text.startswith("input_ids[1]: min_tokens=13 is above the 12 tokens")
+
+
+def test_a_shared_field_beside_a_list_has_no_index(engine):
+    kwargs = {"input_ids": [[1], [2]], "sampling_params": [{}, {"temperature": 0.5}], "return_logprob": True}
+    assert "[0]" not in refused(engine, **kwargs, top_logprobs_num=99, param="top_logprobs_num")
+    kwargs["return_routed_experts"] = True
+    assert "[0]" not in refused(engine, **kwargs, routed_experts_format="zip", param="routed_experts_format")

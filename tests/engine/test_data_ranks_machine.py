@@ -42,7 +42,7 @@ class RankDevices:
     """Stands in for a ModelRunner: a NumpyDevice for each rank. Every step is checked when it is dispatched."""
 
     def __init__(self, num_ranks, *, num_slots, num_request_slots) -> None:
-        self.weight_version, self.exact, self.placement_epoch = 0, True, None
+        self.weight_version, self.exact = 0, True
         self.devices = [
             NumpyDevice(num_slots=num_slots, num_request_slots=num_request_slots, page_size=PAGE)
             for _ in range(num_ranks)

@@ -4,6 +4,7 @@ test_offload_two_devices.py."""
 
 import contextlib
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from engine.test_offload_two_devices import (
     offload_engine,
     read_metrics,
 )
-from routed_experts import ConfigError, Engine, ExpertOffloadConfig
+from routed_experts import ConfigError, Engine, ExpertOffloadConfig, ResidencyMap
 from routed_experts.engine.control import expert_offload
 from support.engines import assert_nothing_allocated
 from support.family_folders import write_family
@@ -32,6 +33,7 @@ from support.tiny_checkpoint import write_tiny_checkpoint
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
+DEFERRED = {"mode": "defer", "rerouted_slots": 0, "dropped_slots": 0, "deferred_slots": None, "placement_epoch": 0}
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +123,10 @@ def test_scores_are_those_of_an_undivided_engine(folder):
 
 
 def ask_first(engine, prompt):
-    """The logprob of the first token after a prompt, and whether it is told to be exact."""
+    """The logprob of the first token after a prompt, and the fields that say whether it is exact."""
     options = {"max_new_tokens": 1, "return_logprob": True}
     meta = engine.generate(input_ids=prompt, sampling_params=GREEDY, **options)["meta_info"]
-    return {"logprob": meta["output_token_logprobs"][0][0], "exact": meta.get("exact", True)}
+    return meta["output_token_logprobs"][0][0], {name: meta[name] for name in (*DEFERRED, "exact") if name in meta}
 
 
 def test_deferral_changes_decode_steps_alone_and_is_reported(folder, undivided):
@@ -142,6 +144,7 @@ def test_deferral_changes_decode_steps_alone_and_is_reported(folder, undivided):
         engine.flush_cache()
         prompts = [PROMPTS[2], PROMPTS[0][:17]]  # the last chunk of each is one token, which a decode step runs
         first = [ask_first(engine, prompt) for prompt in prompts]
+        from_the_cache = [ask_first(engine, prompt)[1] for prompt in (prompts[1], PROMPTS[2] + PROMPTS[2])]
         engine.residency()  # the counts of the last steps
         counts, before = engine.components.core.runner._slot_counts, read_metrics(engine)["deferred_slots_total"]
         assert before == counts[:, 2].sum() > 0 and counts[-1, 2] == 0  # none of the last MoE layer
@@ -151,15 +154,15 @@ def test_deferral_changes_decode_steps_alone_and_is_reported(folder, undivided):
         score = engine.score(PROMPTS[0])
     with Engine(folder, **SIZES) as whole:
         expected_first = [ask_first(whole, prompt) for prompt in prompts]
-    for actual, reference in zip(first, expected_first, strict=True):
-        np.testing.assert_allclose(actual.pop("logprob"), reference.pop("logprob"), atol=1e-5, rtol=0)
-        assert actual == reference == {"exact": True}
+    for (logprob, fields), (expected, no_fields) in zip(first, expected_first, strict=True):
+        np.testing.assert_allclose(logprob, expected, atol=1e-5, rtol=0)
+        assert (fields, no_fields) == (DEFERRED | {"exact": True}, {})
+    assert [fields["exact"] for fields in from_the_cache] == [False, True]  # the second prompt has no page in the cache
     for actual, reference in zip(answers, undivided, strict=True):
         assert actual["meta_info"]["exact"] is False and "exact" not in reference["meta_info"]
         info, plain = (answer["meta_info"]["routed_experts_info"] for answer in (actual, reference))
         assert (info["exact"], plain["exact"], plain["placement"]) == (False, True, None)
-        counts = {"rerouted_slots": 0, "dropped_slots": 0, "deferred_slots": None}
-        assert info["placement"] == {"mode": "defer", **counts, "placement_epoch": 0}
+        assert info["placement"] == DEFERRED
         assert info["placement"].items() <= actual["meta_info"].items() and "mode" not in reference["meta_info"]
         prompts = [
             [value for value, *_ in answer["meta_info"]["input_token_logprobs"][1:]] for answer in (actual, reference)
@@ -167,6 +170,64 @@ def test_deferral_changes_decode_steps_alone_and_is_reported(folder, undivided):
         np.testing.assert_allclose(*prompts, atol=1e-5, rtol=0)
     expected = [value for value, *_ in undivided[0]["meta_info"]["input_token_logprobs"][1:]]
     np.testing.assert_allclose(score.logprobs, expected, atol=1e-5, rtol=0)
+
+
+@contextlib.contextmanager
+def residents_of_steps(engine):
+    """The resident experts that each step runs with, as `bytes`: of the map among the arguments of its program."""
+    runner, steps = engine.components.core.runner, []
+    programs = runner._programs
+
+    class Programs(dict):
+        def __getitem__(self, key):
+            program = programs[key]
+            if key[0] != "forward":
+                return program
+
+            def run(*args):
+                steps.append(resident_bytes(args[4]))
+                return program(*args)
+
+            return run
+
+    runner._programs = Programs()
+    try:
+        yield steps
+    finally:
+        runner._programs = programs
+
+
+def resident_bytes(slot_of):
+    return (np.asarray(slot_of) >= 0).tobytes()
+
+
+def test_outputs_name_the_residents_that_their_last_step_ran_with(folder):
+    """Also where residents change while a step is in flight: between two outputs of a stream, and after every step, as
+    adaptive residents may."""
+    experts = [np.full((MOE_LAYERS, 1), first) + np.arange(2) for first in range(EXPERTS - 1)]
+    maps = [ResidencyMap.from_experts(ids, num_experts=EXPERTS, epoch=7 + index) for index, ids in enumerate(experts)]
+    epochs = {resident_bytes(residency.slot_of): residency.epoch for residency in maps}
+    fields = {"kt_num_gpu_experts": 2, "kt_max_deferred_experts_per_token": 1}
+    with offload_engine(folder, **fields) as engine:
+        core = engine.components.core
+
+        def epochs_of_a_stream(after_output):
+            """The epoch of each output, and that of the residents that its last step ran with."""
+            engine.flush_cache()
+            with residents_of_steps(engine) as steps:
+                stream = engine.generate(input_ids=PROMPTS[1], sampling_params=GREEDY, max_new_tokens=24, stream=True)
+                metas = [(out["meta_info"], after_output())[0] for out in stream]
+            named = [meta["placement_epoch"] for meta in metas]
+            return named, [epochs[steps[meta["completion_tokens"] - 1]] for meta in metas]
+
+        engine.apply_residency(maps[0])
+        swaps = itertools.cycle(maps)
+        named, ran = epochs_of_a_stream(lambda: engine.apply_residency(next(swaps)))
+        assert named == ran and len(set(ran)) > 1
+        core.after_step = lambda elapsed_s: core.runner.apply_residency(next(swaps))
+        named, ran = epochs_of_a_stream(lambda: None)
+        assert named == ran and len(set(ran)) > 1
+        core.after_step = None
 
 
 def test_weights_of_several_groups_of_moe_layers_are_updated(tmp_path):

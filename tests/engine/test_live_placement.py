@@ -320,6 +320,29 @@ def test_a_retracted_request_reports_the_rerouting_of_all_its_passes(rerouting):
     rerouting.flush_cache()
 
 
+def test_an_answer_names_the_placement_that_ran_its_last_step(rerouting, monkeypatch):
+    """While layers are moved, that of the placement before; from the last layer on, the new one."""
+    before, named = rerouting.placement_stats().epoch, []
+    thread, run_drained = rerouting.thread, rerouting.thread.run_drained
+
+    def run_and_ask(function):
+        result = run_drained(function)
+        answer = rerouting.generate(input_ids=PROMPTS[1], sampling_params={"temperature": 0.0}, max_new_tokens=1)
+        named.append(answer["meta_info"]["placement_epoch"])
+        return result
+
+    monkeypatch.setattr(thread, "run_drained", run_and_ask)
+    other = rebalance(
+        np.arange(1.0, 1 + MOE_LAYERS * EXPERTS).reshape(MOE_LAYERS, EXPERTS), num_instances=EXPERTS, num_devices=2
+    )
+    rerouting.apply_placement(dataclasses.replace(other, epoch=before + 5))
+    assert named == [before] * (MOE_LAYERS - 1) + [before + 5]
+    monkeypatch.undo()
+    rerouting.apply_placement(dataclasses.replace(ONE_EACH, epoch=before))
+    rerouting.flush_cache()
+    rerouting.registry.take()
+
+
 def expert_counts(engine):
     """Of the steps since they were taken last."""
     return engine.thread.run_drained(engine.components.load_monitor.close_window)()

@@ -169,9 +169,30 @@ def test_a_prompt_of_several_that_is_refused_is_named(llm):
         llm.generate([""], GREEDY)
 
 
+def test_parameters_of_a_prompt_that_are_refused_are_named(llm):
+    """Those of a list. Parameters for all prompts are refused without an index."""
+    for wrong, words in (
+        ({"temperature": -1}, "temperature is -1"),
+        ({"min_new_tokens": 1000}, "min_new_tokens=1000 is above the 16 tokens"),
+        ({"min_new_tokens": 9, "max_new_tokens": 2}, "min_new_tokens is 9, but must be at most max_new_tokens, 2"),
+        (SamplingParams(routed_experts_format="npy"), "routed_experts_format='npy' is for the wire"),
+    ):
+        for params, prompts, prefix in (
+            ([GREEDY, wrong], ["a", "b"], "prompt[1]: "),
+            (wrong, ["a", "b"], ""),
+            ([wrong], ["a"], ""),
+        ):
+            with pytest.raises(InvalidRequestError) as caught:
+                llm.generate(prompts, params)
+            assert str(caught.value).startswith(prefix + words)
+            assert caught.value.index == (1 if prefix else None) and words.startswith(caught.value.param)
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
+        ({"max_num_queued_reqs": 0}, "max_num_queued_reqs of LLM is refused: max_queued_requests=0"),
+        ({"block_size": 0}, "block_size of LLM is refused: page_size=0"),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching='no' must be True or False"),
         ({"max_num_seqs": 4, "max_num_batched_tokens": 2}, "max_num_batched_tokens=2 is below max_num_seqs=4"),
         ({"max_num_batched_tokens": 2}, "max_num_batched_tokens=2 is below max_num_seqs=32"),

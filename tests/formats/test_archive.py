@@ -8,7 +8,15 @@ from safetensors.numpy import load, save
 
 from placement.cases import skewed_record
 from routed_experts.core.errors import RoutingFormatError
-from routed_experts.formats.archive import ArchivedAnswer, decode_answers, encode_answers, encode_record, holds_answers
+from routed_experts.formats.archive import (
+    ArchivedAnswer,
+    decode_answers,
+    decode_record,
+    decode_record_and_tokens,
+    encode_answers,
+    encode_record,
+    holds_answers,
+)
 
 LOGITS = np.random.default_rng(1).normal(0, 1.2, (3, 16))
 
@@ -40,6 +48,26 @@ def test_archived_answers_round_trip():
                 "meta_info": {"id": meta["id"], "prompt_tokens": 5},
             }
     assert not holds_answers(encode_record(archived[0].record))
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_bytes_may_come_in_any_type_of_them(kind):
+    archived = [filed(1), filed(2)]
+    answers, record = kind(encode_answers(archived)), kind(encode_record(archived[0].record, archived[0].token_ids))
+    assert holds_answers(answers) and not holds_answers(record)
+    assert [back.record for back in decode_answers(answers)] == [answer.record for answer in archived]
+    assert decode_record(record) == archived[0].record
+    assert np.array_equal(decode_record_and_tokens(record)[1], archived[0].token_ids)
+    for decode in (decode_answers, decode_record):
+        with pytest.raises(RoutingFormatError, match=r"^9 bytes are no "):
+            decode(kind(b"not these"))
+
+
+@pytest.mark.parametrize("decode", [decode_answers, decode_record, decode_record_and_tokens, holds_answers])
+def test_what_is_no_bytes_is_refused(decode):
+    for value in (None, "text", [1, 2], np.zeros(3, np.uint8)):
+        with pytest.raises(RoutingFormatError, match="which are no bytes"):
+            decode(value)
 
 
 def test_the_tensors_are_readable_by_safetensors_alone():

@@ -129,10 +129,6 @@ class DispatchLog:
     def exact(self):
         return self._runner.exact
 
-    @property
-    def placement_epoch(self):
-        return self._runner.placement_epoch
-
     def dispatch(self, batches):
         self._log(batches)
         return self._runner.dispatch(batches)

@@ -15,7 +15,7 @@ from routed_experts.server.openai.handler import ChoiceState, LogprobOptions
 from routed_experts.server.openai.response_items import ResponseWriter
 
 
-def output(num_tokens=1, *, finish_reason=None, exact=True):
+def output(num_tokens=1, *, finish_reason=None, exact=True, defers_experts=False):
     """The output of token `num_tokens` of the request "one"."""
     return TokenIDOut(
         rid="one",
@@ -30,30 +30,32 @@ def output(num_tokens=1, *, finish_reason=None, exact=True):
         return_routed_experts=False,
         routed_experts=None,
         exact=exact,
+        defers_experts=defers_experts,
     )
 
 
 LOGPROBS = LogprobOptions(enabled=True, top=2, prompt=None, as_ids=False, echo=False)
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_a_finish_reports_what_is_not_exact(exact):
+@pytest.mark.parametrize(("exact", "defers_experts"), [(True, False), (True, True), (False, True)])
+def test_a_finish_reports_what_may_not_be_exact(exact, defers_experts):
     sequence = SequenceState(request("one", [5, 6, 7]).source, None, logprobs_mode="raw")
     choice = ChoiceState(0, sequence, echo=None, prompt_only=False, logprobs=LOGPROBS)
-    finished = output(finish_reason=FinishReason(type="length", length=1), exact=exact)
+    reason = FinishReason(type="length", length=1)
+    finished = output(finish_reason=reason, exact=exact, defers_experts=defers_experts)
     delta = choice.to_delta(sequence.update(finished))
     assert (delta.token_ids, choice.full().token_ids) == ((8,), (8,))
     fields = {"finish_reason": "length", "stop_reason": None, "matched_stop": None}
     assert choice.finish_fields() == fields | ({} if exact else {"exact": False})
     counts = {"rerouted_slots": 0, "dropped_slots": 0, "deferred_slots": None, "placement_epoch": None}
-    changes = {} if exact else {"exact": False, "mode": "defer", **counts}
+    changes = {"exact": exact, "mode": "defer", **counts} if defers_experts else {}
     assert choice.meta_info() == choice.weight_fields() | changes
     response, message = ResponseWriter("r", "tiny", {}, len), MessageWriter("m", "tiny", 3)
     for writer, in_last_event in ((response, "response.incomplete"), (message, "message_delta")):
         events = b"".join(writer.finish(sequence)).decode()
         assert writer.body().get("meta_info", {}) == changes
         (event,) = (text for text in events.split("\n\n") if text.startswith(f"event: {in_last_event}"))
-        assert ('"exact":false' in event) is not exact
+        assert (f'"exact":{str(exact).lower()}' in event) is defers_experts
 
 
 def test_a_delta_takes_the_same_memory_at_any_position():

@@ -298,21 +298,32 @@ def test_a_call_that_no_queue_holds_is_a_400(engine):
     assert_idle(engine)
 
 
+COUNTERS = ("prompt_tokens_total", "generation_tokens_total", "e2e_request_latency_seconds_count")
+
+
+def read_counters(server):
+    lines = server.client.get("/metrics").text.splitlines()
+    return [
+        float(line.rpartition(" ")[2])
+        for name in COUNTERS
+        for line in lines
+        if line.startswith(f"routed_experts_{name}")
+    ]
+
+
+def counters_after(server, before):
+    """Once another call has been counted: the engine's last output comes after the connection has gone."""
+    server.wait_idle()
+    deadline = time.monotonic() + 30
+    while (now := read_counters(server))[2] == before[2]:
+        assert time.monotonic() < deadline
+    return now
+
+
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_what_a_client_leaves_is_counted(engine, is_stream):
-    names = ("prompt_tokens_total", "generation_tokens_total", "e2e_request_latency_seconds_count")
-
-    def counts(server):
-        lines = server.client.get("/metrics").text.splitlines()
-        return [
-            float(line.rpartition(" ")[2])
-            for name in names
-            for line in lines
-            if line.startswith(f"routed_experts_{name}")
-        ]
-
     with running(engine) as server:
-        prompt, generated, calls = counts(server)
+        prompt, generated, calls = read_counters(server)
         before = accepted(engine)
         with connect(server) as wire:
             send(wire, "/v1/completions", {"prompt": [5, 6, 7], "stream": is_stream, **LONG})
@@ -320,13 +331,37 @@ def test_what_a_client_leaves_is_counted(engine, is_stream):
             if is_stream:
                 while b"data: " not in wire.recv(65536):
                     continue
-        server.wait_idle()
-        deadline = time.monotonic() + 30
-        while (now := counts(server))[2] == calls:  # the engine's last output comes after the connection has gone
-            assert time.monotonic() < deadline
+        now = counters_after(server, (prompt, generated, calls))
         assert now[0] == prompt + 3 and now[2] == calls + 1
         assert not is_stream or now[1] > generated
         assert_gone(server, engine)
+
+
+def test_what_a_client_leaves_is_counted_beside_a_choice_that_fails(engine):
+    """The first choice ends with an error: a row of it is not known."""
+
+    def forget_a_row(core):
+        """Of the first choice; False before it is there."""
+        first, _ = sorted(core.ranks.running, key=lambda req: req.source.choice)
+        if first.num_committed < 6:
+            return False
+        core.capturers[0].host_cache.clear(core.ranks[0].pages.kv_slots(first, 4, 5))
+        return True
+
+    with running(engine) as server:
+        counters, before = read_counters(server), accepted(engine)
+        with connect(server) as wire:
+            body = {"prompt": [5, 6, 7], "stream": True, "n": 2, "return_routed_experts": True}
+            send(wire, "/v1/completions", {**body, **LONG, "temperature": 1.0})
+            wait_accepted(engine, before + 2)
+            while b"data: " not in wire.recv(65536):
+                continue
+            while not on_engine_thread(engine, forget_a_row):
+                continue
+        now = counters_after(server, counters)
+        assert now[0] == counters[0] + 3 and now[1] > counters[1] and now[2] == counters[2] + 1
+        assert_gone(server, engine)
+    engine.flush_cache()
 
 
 def test_a_broken_invariant_turns_the_server_degraded_and_it_goes_on_serving(engine):

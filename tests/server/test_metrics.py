@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 
-from support.engines import on_engine_thread, open_engine
+from support.engines import PausedRequests, on_engine_thread, open_engine
 from support.http_server import parse_error, running, stream
 from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import write_tiny_checkpoint
@@ -20,6 +20,7 @@ request_queue_time_seconds_count preemptions_total startup_seconds compilations_
 last_step_age_seconds watchdog_trips_total capture_rows_total capture_missing_rows_total
 capture_payload_bytes_total capture_host_bytes weight_version_info weight_updates_total
 """.split()
+GUIDE = Path(__file__).parents[2] / "docs" / "serving.md"
 
 
 def metrics(server):
@@ -73,7 +74,7 @@ def compat_metrics(server, prefix):
 
 
 def test_every_metric_of_a_server_is_in_the_guide(server):
-    guide = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    guide = GUIDE.read_text(encoding="utf-8")
     documented = {name for name in re.findall(r"`([a-z0-9_]+)(?:\{[a-z_,]+\})?`", guide)}
     text = server.client.get("/metrics").text
     kinds = dict(re.findall(r"^# TYPE routed_experts_(\S+) (\w+)$", text, re.MULTILINE))
@@ -83,6 +84,37 @@ def test_every_metric_of_a_server_is_in_the_guide(server):
     made = {name for name in kinds if name.endswith("_created")}  # by the Prometheus client
     assert sorted(set(kinds) - made - documented - elsewhere) == []
     assert [outcome for outcome in outcomes(metrics(server)) if f"`{outcome}`" not in guide] == []
+
+
+def described(server, name):
+    """What is said of a metric: its line of HELP, and its row of the guide."""
+    (text,) = re.findall(rf"^# HELP routed_experts_{name} (.*)$", server.client.get("/metrics").text, re.MULTILINE)
+    rows = [row for row in GUIDE.read_text(encoding="utf-8").splitlines() if row.startswith("|")]
+    (row,) = [row for row in rows if f"`{name}`" in row]
+    return text.lower(), row.lower()
+
+
+def test_metrics_of_streamed_requests_alone_say_so(server):
+    before = metrics(server)
+    assert server.post("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}).status_code == 200
+    after = metrics(server)
+    assert after["e2e_request_latency_seconds_count"] == before["e2e_request_latency_seconds_count"] + 1
+    for name in ("time_to_first_token_seconds", "inter_token_latency_seconds"):
+        assert after[f"{name}_count"] == before[f"{name}_count"]
+        assert all("streamed requests alone" in text for text in described(server, name))
+
+
+def test_a_request_that_is_retracted_for_a_flush_counts_as_preempted(engine):
+    with running(engine) as server:
+        before = metrics(server)["preemptions_total"]
+        sampling = {"max_new_tokens": 12, "ignore_eos": True}
+        paused = PausedRequests(engine, [5, 6, 7], [6, 7, 8], sampling_params=sampling)
+        engine.flush_cache(retract=True)
+        engine.resume()
+        assert [len(answer["output_ids"]) for answer in paused.results()] == [12, 12]
+        assert metrics(server)["preemptions_total"] == before + 2
+        for text in described(server, "preemptions_total"):
+            assert "pages ran out" in text and "flush" in text and "memory" in text
 
 
 def test_names_of_vllm_count_what_vllm_counts(engine):

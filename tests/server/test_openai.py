@@ -513,3 +513,22 @@ def test_an_error_names_the_field_of_its_route_and_not_the_engines_parameter(ser
     error = parse_error(server.post(path, body), 400)
     assert error["param"] == field and field in error["message"]
     assert engines_name is None or engines_name not in error["message"], error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/v1/completions", {"prompt": "a", "max_tokens": 2, "min_tokens": 9}, "raise max_tokens"),
+        ("/v1/chat/completions", {"max_tokens": 2, "min_tokens": 9}, "raise max_tokens"),
+        ("/v1/chat/completions", {"max_completion_tokens": 2, "min_tokens": 9}, "raise max_completion_tokens"),
+        ("/v1/chat/completions", {"max_completion_tokens": 9999}, "max_completion_tokens=9999 is too large"),
+        ("/v1/completions", {"prompt": ["a", "b " * 20], "max_tokens": 500}, "prompt[1]: max_tokens=500 is too large"),
+        ("/v1/completions", {"prompt": [[5], [6] * 20], "max_tokens": 500}, "prompt[1]: max_tokens=500 is too large"),
+        ("/v1/completions", {"prompt": [[5], [999]]}, "prompt[1] holds the token id 999"),
+    ],
+)
+def test_a_length_is_refused_by_the_name_that_was_sent(server, path, body, words):
+    if "chat" in path:
+        body = {**body, "messages": [{"role": "user", "content": "a"}]}
+    error = parse_error(server.post(path, body), 400)
+    assert words in error["message"] and error["param"] in {*body} - {"messages"}

@@ -1,5 +1,6 @@
 """Access and refusals: keys, limits, malformed bodies, and the classes of weakness known from serving engines."""
 
+import ast
 import contextlib
 import gzip
 import json
@@ -8,9 +9,12 @@ import random
 import re
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
+import routed_experts.server
+from routed_experts.cli.flag_help import MEANINGS
 from routed_experts.core.errors import ConfigError
 from routed_experts.server.app import TABLE
 from routed_experts.server.body import check_depth
@@ -572,6 +576,17 @@ def test_a_query_parameter_without_effect_is_named_and_a_typo_refused(server, en
         assert strict.client.get(url).status_code == 200 and strict.client.delete(url).status_code == 204
 
 
+@pytest.mark.parametrize("path", ["/", "/version", "/openapi.json"])
+def test_routes_without_parameters_treat_a_query_as_all_routes_do(server, engine, path):
+    plain, named = server.client.get(path), server.client.get(f"{path}?x=1")
+    assert named.headers["x-ignored-params"] == "x" and named.content == plain.content
+    assert "x-ignored-params" not in server.client.get(path).headers
+    assert parse_error(server.client.get(f"{path}?return_routed_experts=true"), 400)["code"] == "unknown_field"
+    with running(engine, strict_fields=True) as strict:
+        assert strict.client.get(path).status_code == strict.client.head(path).status_code == 200
+        assert parse_error(strict.client.get(f"{path}?x=1"), 400)["param"] == "x"
+
+
 @pytest.mark.parametrize(
     "headers",
     [
@@ -587,6 +602,43 @@ def test_the_headers_of_browser_clients_pass_a_preflight(engine, headers):
         assert other.client.options("/v1/messages", headers=asked).status_code == 200
         asked["access-control-request-headers"] = "x-unknown"
         assert other.client.options("/v1/messages", headers=asked).status_code == 400
+
+
+def headers_read_by(source):
+    """The names of headers that a module asks a request for: constants, and names of constants of the module."""
+    tree = ast.parse(source)
+    constants = {
+        node.targets[0].id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(value=owner, attr="get"), args=[name, *_]):
+                pass
+            case ast.Compare(left=name, ops=[ast.In() | ast.NotIn()], comparators=[owner]):
+                pass
+            case _:
+                continue
+        if ast.unparse(owner) in ("request.headers", "_headers(scope)"):
+            value = constants[name.id] if isinstance(name, ast.Name) else name.value
+            yield value.decode() if isinstance(value, bytes) else value
+
+
+def test_every_header_that_the_server_reads_passes_a_preflight(engine):
+    server = Path(routed_experts.server.__file__).parent
+    read = {name for file in server.rglob("*.py") for name in headers_read_by(file.read_text(encoding="utf-8"))}
+    assert {"authorization", "x-request-id", "if-none-match", "x-data-parallel-rank"} <= read
+    read -= {"content-length", "expect"}  # a browser sets these itself
+    read.remove("content-encoding")  # every value but identity is refused
+    session = re.search(r"by the header ([a-z-]+)", MEANINGS["routing_policy"])[1]  # Ray Serve reads it
+    with running(engine, cors_origin="https://app.example") as other:
+        for name in sorted({*read, session}):
+            asked = {"access-control-request-method": "POST", "access-control-request-headers": name}
+            answer = other.client.options("/generate", headers={"origin": "https://app.example", **asked})
+            assert answer.status_code == 200, name
 
 
 def test_cross_origin_is_off_unless_an_origin_is_named(server, engine):

@@ -122,6 +122,36 @@ def test_lists_of_another_length_and_repeated_ids_are_refused(server):
         assert error["param"] == "max_new_tokens"
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"text": "a", "sampling_params": {"min_new_tokens": 1000}}, "min_new_tokens=1000 is above"),
+        ({"text": "a", "sampling_params": {"max_tokens": 1000}}, "max_tokens=1000 is too large"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": 1000}}, "max_new_tokens=1000 is too large"),
+        ({"text": "a", "max_new_tokens": 1000}, "max_new_tokens=1000 is too large"),
+        ({"text": "a", "sampling_params": {"sampling_seed": 2**70}}, "sampling_seed is an integer of 71 bits"),
+        ({"sampling_params": {"routed_experts_prompt_start": 99}, "text": "a"}, "routed_experts_prompt_start=99"),
+        ({"text": ["a", "b"], "sampling_params": [{}, {"min_new_tokens": 1000}]}, "text[1]: min_new_tokens=1000"),
+        ({"text": ["a", "b"], "sampling_params": [{}, {"sampling_seed": 2**70}]}, "text[1]: sampling_seed is"),
+        (
+            {"text": ["a", "b"], "sampling_params": [{}, {"routed_experts_stream": 5}]},
+            "text[1]: routed_experts_stream=5",
+        ),
+        ({"text": ["a", "b"], "routed_experts_start_len": [0, 99]}, "text[1]: routed_experts_start_len=99"),
+        ({"input_ids": [[5], [6]], "routed_experts_start_len": [0, 99]}, "input_ids[1]: routed_experts_start_len=99"),
+        ({"input_ids": [[5], [6] * 20], "max_new_tokens": 500}, "input_ids[1]: max_new_tokens=500 is too large"),
+        ({"text": ["a", "b " * 20], "max_new_tokens": 500}, "text[1]: max_new_tokens=500 is too large"),
+        ({"text": ["a", "b"], "extra_key": ["x", "x" * 4097]}, "text[1]: extra_key has 4097 characters"),
+        ({"text": ["a", "b"], "extra_key": ["x", "x" * 4097], "cache_salt": "y"}, "text[1]: extra_key has 4097"),
+        ({"text": ["a", ""]}, "text[1]='' must be text"),
+    ],
+)
+def test_a_message_has_the_names_that_were_sent(server, fields, words):
+    """Of the field, and of the prompt where each has its own value."""
+    error = parse_error(server.post("/generate", {"return_routed_experts": True, **fields}), 400)
+    assert error["message"].startswith(words)
+
+
 def test_equal_prompts_of_one_seed_have_one_answer(server):
     """As documented: a seed belongs to a request, not to its place in the call."""
     sampled = {"temperature": 1.0, "max_new_tokens": 12, "ignore_eos": True}

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from support.tiny_checkpoint import write_tiny_checkpoint
 
 ROUTE = "/inference/v1/generate"
 IDS = [5, 9, 3, 7, 11, 40, 41]
+LENGTHS = ("max_tokens", "max_new_tokens", "min_tokens", "min_new_tokens")
 GREEDY = {"temperature": 0, "max_tokens": 9, "ignore_eos": True}
 
 
@@ -242,6 +244,9 @@ def test_names_without_effect_are_named(server):
         ({}, {"max_new_tokens": 100_000}, "max_new_tokens", "context_length_exceeded"),
         ({}, {"max_new_tokens": 2.5}, "max_new_tokens", "invalid_request"),
         ({}, {"max_new_tokens": 3, "min_new_tokens": 4}, "min_new_tokens", "invalid_request"),
+        ({}, {"max_new_tokens": 3, "min_tokens": 4}, "min_tokens", "invalid_request"),
+        ({}, {"max_tokens": 3, "min_new_tokens": 4}, "min_new_tokens", "invalid_request"),
+        ({}, {"max_new_tokens": 300, "min_new_tokens": 100_000}, "min_new_tokens", "invalid_request"),
         ({}, {"sampling_seed": 1.5}, "sampling_seed", "invalid_request"),
         ({"routed_experts_prompt_start": 99}, {}, "routed_experts_prompt_start", "invalid_start"),
         ({}, {"routed_experts_prompt_start": -1}, "routed_experts_prompt_start", "invalid_start"),
@@ -264,7 +269,12 @@ def test_what_cannot_be_is_refused_by_name(server, fields, sampling, param, code
     body = {"token_ids": IDS, "sampling_params": sampling, **fields}
     error = parse_error(server.post(ROUTE, body), 404 if code == "model_not_found" else 400)
     assert error["param"] == param and code in (None, error["code"])
-    assert param in error["message"] or "token ids" in error["message"] or "model" in error["message"]
+    message = error["message"]
+    if param in LENGTHS:
+        other = [name for name in LENGTHS if name not in sampling]
+        assert param in message and not [name for name in other if re.search(rf"\b{name}\b", message)]
+    else:
+        assert param in message or "token ids" in message or "model" in message
 
 
 def test_two_lengths_that_differ_are_named_as_they_were_sent(server):

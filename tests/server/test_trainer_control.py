@@ -316,6 +316,8 @@ def test_released_weights_come_back_by_an_update_alone(server, engine, root, dia
         ("/sleep", {"tags": ["gradients"]}, "tags"),
         ("/sleep", {"levle": 1}, "levle"),
         ("/sleep?level=1", {"level": 2}, "level"),
+        ("/sleep?level=1", {"level": "2"}, "level"),
+        ("/sleep?level=deep", {"level": "deep"}, "level"),
         ("/sleep?tags=kv_cache", {"tags": ["weights"]}, "tags"),
         ("/wake_up", {"tags": ["gradients"]}, "tags"),
         ("/pause?mod=keep", None, "mod"),
@@ -340,7 +342,7 @@ def test_bad_options_change_nothing(server, engine, path, body, param):
 @pytest.mark.parametrize("query", ["", "?level=1&mode=abort&tags=kv_cache"])
 def test_sleep_may_end_what_runs(server, engine, query, level):
     calls = Started(server, engine, 2, **LONG)
-    body = {"json": {"level": level if not query else None, "mode": "abort", "tags": ["kv_cache"]}}
+    body = {"json": {"level": level, "mode": "abort", "tags": ["kv_cache"]}}
     assert server.client.post(f"/sleep{query}", **body).json()["status"] == "sleeping"
     assert server.post("/wake_up", {"tags": ["weights"]}).json() == {"status": "sleeping", "released": ["kv_cache"]}
     assert {choice["finish_reason"] for choice in calls.choices()} == {"abort"}

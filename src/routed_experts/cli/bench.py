@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import urllib.parse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -154,19 +154,28 @@ def run_serve(options: argparse.Namespace) -> list[Row]:
 
 
 def _model_info(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    """What the server serves, and the size of its vocabulary. Raises ConfigError for another server."""
+    """What the server serves, and the size of its vocabulary. Raises ConfigError for another server, and MachineError
+    where its answer is cut short."""
+    method, path = "GET", "/get_model_info"
+    with _network_errors(options, method, path):
+        body = _request(options, method, path).read()
     try:
-        model: Any = json.loads(_request(options, "GET", "/get_model_info").read())
-        return model, int(model["vocab_size"])
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        text = f"--base-url {options.base_url}: /get_model_info names no vocab_size ({error!r})"
+        model: Any = json.loads(body)
+        vocab = int(model["vocab_size"])
+        if vocab < 1:
+            raise ValueError(f"vocab_size={vocab}")
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+        text = f"--base-url {options.base_url}: {path} names no vocab_size ({error!r})"
         raise ConfigError(f"{text}; name a server of routed-experts serve") from error
+    return model, vocab
 
 
 def _one_round(
     options: argparse.Namespace, prompts: Sequence[Sequence[int]], *, with_rows: bool
 ) -> tuple[float, list[float], list[float]]:
-    """Tokens a second, seconds to each first token, and mean seconds between the tokens of each stream."""
+    """Tokens a second, seconds to each first token, and mean seconds between the tokens of each stream. Raises
+    ConfigError for a stream that ends early, and MachineError where the connection does."""
+    method, path = "POST", "/generate"
     sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": options.output_len}
     start_time = time.perf_counter()
 
@@ -177,20 +186,30 @@ def _one_round(
             "stream": True,
             "return_routed_experts": with_rows or None,
         }
-        response = _request(options, "POST", "/generate", body)
+        response = _request(options, method, path, body)
         first, last = 0.0, b""
-        while line := response.readline():
-            if line.startswith(b"data: {"):
-                first, last = first or time.perf_counter() - start_time, line
-        output = json.loads(last.removeprefix(b"data: "))
-        if output.get("meta_info", {}).get("completion_tokens") != options.output_len:
-            raise ConfigError(f"a stream ended early: {str(output)[:300]}")
+        with _network_errors(options, method, path):
+            while line := response.readline():
+                if line.startswith(b"data: {"):
+                    first, last = first or time.perf_counter() - start_time, line
+        output = last.removeprefix(b"data: ")
+        if _num_completion_tokens(output) != options.output_len:
+            shown = output[:300].decode(errors="replace")
+            raise ConfigError(f"a stream ended early: {shown or 'it has no events'}")
         return first, (time.perf_counter() - start_time - first) / max(options.output_len - 1, 1)
 
     with ThreadPoolExecutor(len(prompts)) as pool:
         streams = list(pool.map(request, prompts))
     speed = len(prompts) * options.output_len / (time.perf_counter() - start_time)
     return speed, [first for first, _ in streams], [gap for _, gap in streams]
+
+
+def _num_completion_tokens(output: bytes) -> object:
+    """The count in the last event of a stream, or None."""
+    try:
+        return json.loads(output)["meta_info"]["completion_tokens"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
 
 
 def _split_url(base_url: str) -> tuple[urllib.parse.SplitResult, int | None]:
@@ -204,23 +223,32 @@ def _split_url(base_url: str) -> tuple[urllib.parse.SplitResult, int | None]:
 
 
 def _request(options: argparse.Namespace, method: str, path: str, body: object = None) -> http.client.HTTPResponse:
-    """A response of the server. Raises ConfigError for any status but 200."""
+    """A response of the server, whose body is still to be read. Raises ConfigError for any status but 200, and
+    MachineError where there is no answer."""
     url, port = _split_url(options.base_url)
     kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
     headers = {"Content-Type": "application/json", "Connection": "close"}
     if options.api_key is not None:
         headers["Authorization"] = f"Bearer {options.api_key}"
     connection = kind(url.hostname or "", port, timeout=600)
-    try:
+    with _network_errors(options, method, path):
         connection.request(method, url.path.rstrip("/") + path, None if body is None else json.dumps(body), headers)
         response = connection.getresponse()
+        reason = b"" if response.status == 200 else response.read(500)
+    if response.status != 200:
+        raise ConfigError(f"{method} {path}: {response.status} {reason.decode(errors='replace')}")
+    return response
+
+
+@contextlib.contextmanager
+def _network_errors(options: argparse.Namespace, method: str, path: str) -> Generator[None]:
+    """Raise MachineError for what fails while a request is sent or its answer is read."""
+    try:
+        yield
     except (OSError, http.client.HTTPException) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
         text = f"--base-url {options.base_url}: {method} {path} failed ({reason})"
         raise MachineError(f"{text}; name a server that runs") from error
-    if response.status != 200:
-        raise ConfigError(f"{method} {path}: {response.status} {response.read(500).decode(errors='replace')}")
-    return response
 
 
 def run_startup(options: argparse.Namespace) -> list[Row]:

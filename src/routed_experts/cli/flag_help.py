@@ -38,7 +38,8 @@ _ENGINE: Mapping[str, str] = MappingProxyType(
         "moe_backend": "kernels of all matrices: gpu, grouped, native, reference, tiled or tpu; auto: the platform's "
         "own where they take the model, else tiled",
         "enable_return_routed_experts": "record the experts of every token; requests may ask for them",
-        "enable_return_routed_experts_weights": "record the combine weights, too",
+        "enable_return_routed_experts_weights": "record the combine weights of the experts of every token; it needs "
+        "--enable-return-routed-experts",
         "routed_experts_weights_dtype": "dtype of recorded combine weights",
         "logprobs_mode": "processed: logprobs of the distribution that a token is sampled from; raw: the model's own",
         "deterministic": "bits of an answer do not depend on the other requests of a step; slower",
@@ -53,11 +54,12 @@ _OFFLOAD: Mapping[str, str] = MappingProxyType(
         "kt_weight_path": "folder of the experts' safetensors",
         "kt_method": "number format of experts on the host: auto (the model's), bf16 or f32",
         "kt_cpuinfer": "threads for experts on the host",
-        "kt_threadpool_count": "pools of these threads; 1 alone is accepted",
+        "kt_threadpool_count": "pools of threads for experts on the host; 1 alone is accepted",
         "kt_max_deferred_experts_per_token": "lightest experts of a token that decode steps may add one MoE layer "
         "late, where the host runs them; changes the model",
         "kt_gpu_prefill_token_threshold": "steps of at least so many tokens copy the host's experts to the accelerator",
-        "residency": "which experts are on the accelerator: the first by id; these at first, then by load; or a plan",
+        "residency": "which experts are on the accelerator; first: by id; adaptive: by id at first, then by load; "
+        "a file: as its plan says",
     }
 )
 _PLACEMENT: Mapping[str, str] = MappingProxyType(
@@ -65,15 +67,18 @@ _PLACEMENT: Mapping[str, str] = MappingProxyType(
         "placement_plan": "a plan written by `placement --save`; it needs --ep-size",
         "placement_mode": "replicas: slots are spread over the instances of their expert; reroute: instances have "
         "capacities, which changes the model",
-        "placement_capacity_factor": "of reroute: an instance takes at most that many times its even share, such as "
-        "1.25, 5/4 or inf",
-        "placement_on_exhausted": "of reroute, for a slot without room: its best expert runs all the same, or none",
+        "placement_capacity_factor": "of --placement-mode reroute: an instance takes at most that many times its "
+        "even share, such as 1.25, 5/4 or inf",
+        "placement_on_exhausted": "of --placement-mode reroute, for a slot without room: its best expert runs "
+        "anyway (overflow), or none (drop)",
         "placement_rebalance_every": "steps after which a new plan is made from the load; 0: never",
         "placement_layers_per_step": "MoE layers whose experts are moved between two steps",
         "placement_num_groups": "groups of experts; a group is on one node where --num-nodes divides their number",
         "placement_num_nodes": "nodes among which the devices are divided",
-        "placement_expert_share": "estimated part of a step that the experts take, to decide whether a move pays",
-        "placement_link_bytes_per_s": "estimated bytes a second between devices, for the same",
+        "placement_expert_share": "estimated part of a step that the experts take, to decide whether a move of "
+        "experts pays",
+        "placement_link_bytes_per_s": "estimated bytes a second between devices, to decide whether a move of "
+        "experts pays",
     }
 )
 _SPECULATIVE: Mapping[str, str] = MappingProxyType(
@@ -109,10 +114,11 @@ _SPECULATIVE: Mapping[str, str] = MappingProxyType(
 _DIST: Mapping[str, str] = MappingProxyType(
     {
         "nnodes": "processes that share the model, one a host",
-        "node_rank": "which of them this is; 0 serves, the others follow",
-        "dist_init_addr": "host:port where process 0 listens, as the others reach it; the next port is used too",
-        "dist_timeout": "seconds for the start of the group and for each phase of it",
-        "watchdog_timeout": "seconds of silence after which a process is lost and the group ends",
+        "node_rank": "which of --nnodes processes this is; 0 serves, the others follow",
+        "dist_init_addr": "host:port where process 0 listens, as the other processes reach it; the next port is used "
+        "as well",
+        "dist_timeout": "seconds for the start of the process group and for each phase of it",
+        "watchdog_timeout": "seconds of silence after which a process is lost and the process group ends",
     }
 )
 _FLEET: Mapping[str, str] = MappingProxyType(
@@ -144,7 +150,7 @@ _DEFAULTS: Mapping[str, str] = MappingProxyType(  # of fields whose default says
         "kt_threadpool_count": "1",
         "kt_gpu_prefill_token_threshold": "no step does",
         "placement_plan": "none",
-        "placement_capacity_factor": "none; reroute needs one",
+        "placement_capacity_factor": "none; --placement-mode reroute needs one",
         "speculative_algorithm": "none: nothing is drafted",
         "speculative_num_draft_tokens": "8; of a draft model 4",
         "speculative_num_steps": "one less than --speculative-num-draft-tokens",

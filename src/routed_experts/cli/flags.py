@@ -5,6 +5,7 @@ parser would slow each command down, and a value after a flag that argparse does
 
 import argparse
 import dataclasses
+import os
 import re
 import sys
 import types
@@ -226,11 +227,11 @@ def engine_args(options: argparse.Namespace) -> dict[str, Any]:
 def check_sampling_flags(options: argparse.Namespace) -> None:
     """Raise ConfigError for a wrong --max-new-tokens or --temperature, before a model is loaded."""
     fields = {"max_tokens": options.max_new_tokens, "temperature": options.temperature}
+    flags = {"max_tokens": "--max-new-tokens", "temperature": "--temperature"}
     try:
         SamplingParams(**{name: value for name, value in fields.items() if value is not None})
     except InvalidRequestError as error:
-        flag = "--max-new-tokens" if error.param == "max_tokens" else f"--{error.param}"
-        raise ConfigError(str(error.renamed(flag))) from error
+        raise ConfigError(str(error.with_names(flags))) from error
 
 
 def load_format(options: argparse.Namespace) -> str:
@@ -301,7 +302,7 @@ def add_speculative_flags(parser: argparse.ArgumentParser) -> None:
         keywords = switch if field.type is bool else _argument_keywords(field.type)
         flags, text = map(_flag, (name, *OTHER_NAMES.get(name, ()))), describe(name, field.default)
         group.add_argument(*flags, dest=name, default=argparse.SUPPRESS, help=text, **keywords)
-    example = 'vLLM\'s form of the same: {"method": "ngram", "num_speculative_tokens": 3}'
+    example = 'speculative decoding in the form of vLLM: {"method": "ngram", "num_speculative_tokens": 3}'
     group.add_argument("--speculative-config", metavar=JSON, default=argparse.SUPPRESS, help=example)
 
 
@@ -369,7 +370,8 @@ def _flag(name: str) -> str:
 def _argument_keywords(kind: object, name: str = "") -> dict[str, Any]:
     """Keywords of `add_argument` for a field of this type; `name`: of a field that takes other servers' values, too."""
     if isinstance(kind, types.UnionType):
-        (kind,) = (member for member in get_args(kind) if member is not types.NoneType)
+        other = (types.NoneType, os.PathLike[str])  # unset, and what Python alone can give
+        (kind,) = (member for member in get_args(kind) if member not in other)
     if kind is bool:
         return {"action": "store_true"}
     if get_origin(kind) is Literal:

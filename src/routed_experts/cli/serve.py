@@ -81,15 +81,17 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
     add("--port", type=int, metavar="N", text="port to listen at; 0 lets the system choose; default: 30000")
     add("--served-model-name", metavar="NAME", text="the name in /v1/models; default: that of the folder, or the id")
     add("--api-key", metavar="KEY", text="required on routes but the probes and the page at / (or: --api-key-file)")
-    add("--api-key-file", type=Path, metavar="FILE", text="has the key in its first line")
+    add("--api-key-file", type=Path, metavar="FILE", text="file whose first line is the key of --api-key")
     add("--admin-api-key", metavar="KEY", text="required on admin routes (or: --admin-api-key-file)")
-    add("--admin-api-key-file", type=Path, metavar="FILE", text="has the key in its first line")
+    admin_file = "file whose first line is the key of --admin-api-key"
+    add("--admin-api-key-file", type=Path, metavar="FILE", text=admin_file)
     add("--routed-experts-dialect", choices=_DIALECTS, text="where /v1 has rows, and by whose names; default: sglang")
     form = "form of rows where a request names none; default: the dialect's"
     add("--routed-experts-format", choices=_FORMATS, text=form)
     add("--routing-store-bytes", type=_size, metavar="BYTES", text="memory for rows of the format ref; default: 1GiB")
-    add("--routing-store-ttl", type=float, metavar="S", text="seconds for which these are there; default: 600")
-    add("--metrics-compat", choices=("vllm", "sglang"), text="adds metrics under the other server's names")
+    ttl = "seconds for which rows of the format ref are kept; default: 600"
+    add("--routing-store-ttl", type=float, metavar="S", text=ttl)
+    add("--metrics-compat", choices=("vllm", "sglang"), text="adds metrics under the names of vLLM or of SGLang")
     add("--expert-metrics", action="store_true", text="a series for every expert of every layer in /metrics")
     add("--cors-origin", metavar="URL", text="one origin that browsers may call from; default: none")
     add("--request-timeout", type=float, metavar="S", text="seconds of a request, which is then aborted; default: 600")

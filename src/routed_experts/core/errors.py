@@ -3,11 +3,22 @@
 Each class has one HTTP status and one stable code. A message says what was received, what was expected and what to
 do, in one line."""
 
-from collections.abc import Mapping
+import contextlib
+import re
+from collections.abc import Generator, Mapping
+from types import MappingProxyType
+from typing import NoReturn
 
 # The slot for the field's name in the message of an InvalidRequestError; the repr() of a value never holds it.
 PARAM = "\0param\0"
+_SLOT = re.compile("\0([a-z_]+)\0")
 _PROMPT_PARAMS = ("prompt", "input_ids", "text")
+_OWN_NAMES: Mapping[str, str] = MappingProxyType({})
+
+
+def field_slot(field: str) -> str:
+    """Return the slot for the name of another field in the message of an InvalidRequestError."""
+    return f"\0{field}\0"
 
 
 class RoutedExpertsError(Exception):
@@ -68,8 +79,9 @@ class PlacementError(ConfigError, ValueError):
 class InvalidRequestError(RoutedExpertsError, ValueError):
     """A request holds a value that cannot be served; `param` names the field.
 
-    A message that writes the field's name as `PARAM` can be shown under another surface's name for it: `renamed`.
-    `index`: the prompt that is refused, of a call with several; the message names it as `prompt[index]`.
+    A message that writes its field as `PARAM`, and others as `field_slot(name)`, can be shown under another surface's
+    names: `renamed`, `with_names`. `index`: the prompt that is refused, of a call with several; the message names it as
+    `prompt_field[index]`. `depends_on_prompt`: another prompt might be served with this value.
     `sent`: the part of the message that renders a path of the client's own. HTTP shows it, and hides other paths."""
 
     status = 400
@@ -83,24 +95,89 @@ class InvalidRequestError(RoutedExpertsError, ValueError):
         code: str | None = None,
         sent: str | None = None,
         index: int | None = None,
+        prompt_field: str = "prompt",
+        depends_on_prompt: bool = False,
+        names: Mapping[str, str] = _OWN_NAMES,
     ) -> None:
+        """`names`: of other fields in the message, where they are not their own."""
         field, prefix = param or "", ""
         if index is not None:
-            is_prompt = param in _PROMPT_PARAMS
-            named = f"{param if is_prompt else 'prompt'}[{index}]"
-            field, prefix = (named, "") if is_prompt and PARAM in message else (field, f"{named}: ")
-        super().__init__(prefix + message.replace(PARAM, field))
+            named = f"{prompt_field}[{index}]"
+            is_slot = param == prompt_field and PARAM in message
+            field, prefix = (named, "") if is_slot else (field, f"{named}: ")
+        text = _SLOT.sub(lambda slot: names.get(slot[1], slot[1]), message.replace(PARAM, field))
+        super().__init__(prefix + text)
         self.param, self.sent, self.index, self._template = param, sent, index, message
+        self._prompt_field, self._depends_on_prompt, self._names = prompt_field, depends_on_prompt, dict(names)
         if code is not None:
             self.code = code
 
+    @property
+    def is_of_prompt(self) -> bool:
+        """Whether the prompt is refused, or a value that another prompt might be served with."""
+        return self._depends_on_prompt or self.param in _PROMPT_PARAMS
+
     def renamed(self, param: str) -> "InvalidRequestError":
         """Return this error about the same field under the name `param`."""
-        return type(self)(self._template, param=param, code=self.code, sent=self.sent, index=self.index)
+        return self._copy(param=param, index=self.index, prompt_field=self._prompt_field, names=self._names)
 
-    def at_prompt(self, index: int | None) -> "InvalidRequestError":
-        """Return this error about the prompt `index` of several; None: of a call with one."""
-        return type(self)(self._template, param=self.param, code=self.code, sent=self.sent, index=index)
+    def with_names(self, names: Mapping[str, str]) -> "InvalidRequestError":
+        """Return this error with every field under the name that another surface has for it; itself where none has
+        another."""
+        slots = {slot: self._names.get(slot, slot) for slot in map(str, _SLOT.findall(self._template))}
+        named = self._copy(
+            param=None if self.param is None else names.get(self.param, self.param),
+            index=self.index,
+            prompt_field=names.get(self._prompt_field, self._prompt_field),
+            names={slot: names.get(name, name) for slot, name in slots.items()},
+        )
+        return self if (named.param, str(named)) == (self.param, str(self)) else named
+
+    def at_prompt(self, index: int | None, field: str = "prompt") -> "InvalidRequestError":
+        """Return this error about the prompt `index` of several in this field; None: of a call with one."""
+        return self._copy(param=self.param, index=index, prompt_field=field, names=self._names)
+
+    def _copy(
+        self, *, param: str | None, index: int | None, prompt_field: str, names: Mapping[str, str]
+    ) -> "InvalidRequestError":
+        return type(self)(
+            self._template,
+            param=param,
+            code=self.code,
+            sent=self.sent,
+            index=index,
+            prompt_field=prompt_field,
+            depends_on_prompt=self._depends_on_prompt,
+            names=names,
+        )
+
+
+def raise_as(error: InvalidRequestError, named: InvalidRequestError) -> NoReturn:
+    """Raise `named` because of `error`, which may be the same. Of an `except` clause: a context manager costs time in
+    each call that is not refused."""
+    if named is error:
+        raise error
+    raise named from error
+
+
+@contextlib.contextmanager
+def field_names(fields: Mapping[str, str]) -> Generator[None]:
+    """Rename the fields that an InvalidRequestError names. `fields`: the engine's parameter -> the caller's field."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise_as(error, error.with_names(fields))
+
+
+@contextlib.contextmanager
+def prompt_index(index: int | None, field: str) -> Generator[None]:
+    """Name the prompt `index` of several in this field in an InvalidRequestError; None: of a call with one."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if index is None:
+            raise
+        raise error.at_prompt(index, field) from error
 
 
 class CaptureDisabledError(InvalidRequestError):
@@ -113,6 +190,11 @@ class PromptTooLongError(InvalidRequestError):
     """A prompt, or a prompt with its new tokens, does not fit the context or the page pool."""
 
     code = "context_length_exceeded"
+
+    @property
+    def is_of_prompt(self) -> bool:
+        """Always: another prompt may fit."""
+        return True
 
 
 class QueueFullError(RoutedExpertsError):

@@ -128,11 +128,12 @@ class TokenIDOut:
     `text`: that of the new tokens, where the engine thread decodes it to find stop strings; None: the caller decodes
     it. `routed_experts`: in the last output only, unless the request streams its rows. `exact` False: experts were
     added a layer late, or capacities changed some, so far; `rerouting`: how many of these, None where there are no
-    capacities; `placement_epoch`: of the placement that ran the last step, None where the engine has none. `queue_s`:
-    seconds from acceptance to the first step, None for a request that never ran. `speculative`: what became of its
-    drafts so far; None where the engine drafts nothing. `dp_rank`: its data rank; None where the engine has one.
-    `weight_version`: of the weights that are served; `num_fed`: tokens that were fed so far, and `weight_changes` say
-    by which weights: see `weight_runs`."""
+    capacities; `defers_experts`: the engine may add experts a layer late; `placement_epoch`: of the placement that ran
+    the last step of the request, None where the engine has none, or before its first step. `queue_s`: seconds from
+    acceptance to the first step, None for a request that never ran. `speculative`: what became of its drafts so far;
+    None where the engine drafts nothing. `dp_rank`: its data rank; None where the engine has one. `weight_version`: of
+    the weights that are served; `num_fed`: tokens that were fed so far, and `weight_changes` say by which weights: see
+    `weight_runs`."""
 
     rid: str
     new_token_ids: tuple[int, ...]
@@ -149,6 +150,7 @@ class TokenIDOut:
     error: Exception | None = None
     exact: bool = True
     rerouting: ReroutingCounts | None = None
+    defers_experts: bool = False
     placement_epoch: int | None = None
     queue_s: float | None = None
     speculative: SpeculativeCounts | None = None

@@ -132,11 +132,12 @@ class StepResult:
     """The outputs of a step, on the host: a row is that of a request, in a verify step that of a token. `accepted`: of
     each request of a verify step, the drafts that the model sampled itself. `rows` are its routed experts [N, M*K], or
     an int32 table whose last columns are packed rows (CaptureSpec.row_words of them), real tokens first, or None
-    without capture: any array that np.asarray can read; the host cache reads it when it files them. `rerouting`: of
-    each token, slots that capacities moved to other experts and slots left empty; None without capacities. `drafts`: of
-    each request k tokens that a draft model proposes (negative: none from there on), and the bits of their
-    probabilities; None where it was not asked. `given_logprobs`: of the batch's `given_ids` after each row, and of its
-    `given_targets` after each token, by the model at temperature 1."""
+    without capture: any array that np.asarray can read; the host cache reads it when it files them. `placement_epoch`:
+    of the placement of experts that it ran with, None where there is none. `rerouting`: of each token, slots that
+    capacities moved to other experts and slots left empty; None without capacities. `drafts`: of each request k tokens
+    that a draft model proposes (negative: none from there on), and the bits of their probabilities; None where it was
+    not asked. `given_logprobs`: of the batch's `given_ids` after each row, and of its `given_targets` after each token,
+    by the model at temperature 1."""
 
     tokens: Int[np.ndarray, " B"] | Int[np.ndarray, " N"]
     logprobs: Float[np.ndarray, " B"] | Float[np.ndarray, " N"]
@@ -147,6 +148,7 @@ class StepResult:
     prompt_top_ids: Int[np.ndarray, "N T"] | None
     rows: Any
     weight_version: int
+    placement_epoch: int | None = None
     rerouting: Int[np.ndarray, "N 2"] | None = None
     accepted: Int[np.ndarray, " B"] | None = None
     drafts: Int[np.ndarray, "B 2k"] | None = None

@@ -7,10 +7,10 @@ engine's input processor."""
 import dataclasses
 import numbers
 from collections.abc import Mapping, Sequence
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TypeVar, cast
 
 from routed_experts.core.error_text import short_repr, suggestion
-from routed_experts.core.errors import PARAM, InvalidRequestError
+from routed_experts.core.errors import PARAM, InvalidRequestError, field_slot, raise_as
 from routed_experts.core.grammar_spec import GrammarSpec
 
 MAX_CHOICES = 128
@@ -184,12 +184,9 @@ class SamplingParams:
         _check_word("routed_experts_layers", self.routed_experts_layers, ROUTED_EXPERTS_LAYERS)
         self.grammar_spec()
         if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            _refuse(
-                "min_tokens",
-                self.min_tokens,
-                f"at most max_tokens, {self.max_tokens}",
-                "lower min_tokens or raise max_tokens",
-            )
+            largest = field_slot("max_tokens")
+            expected, fix = f"at most {largest}, {self.max_tokens}", f"lower {PARAM} or raise {largest}"
+            _refuse("min_tokens", self.min_tokens, expected, fix)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> "SamplingParams":
@@ -197,7 +194,7 @@ class SamplingParams:
         if not isinstance(values, Mapping):
             _refuse("sampling_params", values, "a dict of sampling parameters", "pass SamplingParams or a dict")
         named: dict[str, object] = {}
-        spelled: dict[str, str] = {}
+        spelled: dict[str, str] = {}  # as `sent_names`
         for key, value in values.items():
             field = field_name(key)
             if value is None:
@@ -211,10 +208,7 @@ class SamplingParams:
         try:
             return cls(**named)  # pyright: ignore[reportArgumentType]  # __post_init__ checks every type
         except InvalidRequestError as error:
-            spelling = spelled.get(error.param or "")
-            if spelling is None or spelling == error.param:
-                raise
-            raise error.renamed(spelling) from error
+            raise_as(error, error.with_names(spelled))
 
     def grammar_spec(self) -> GrammarSpec | None:
         """The form of the output that is asked for, or which tokens it may have; None: any. Raises InvalidRequestError
@@ -223,7 +217,7 @@ class SamplingParams:
         given = [] if rules is None else [rules.param]
         given += [name for name in GRAMMAR_FIELDS if getattr(self, name) is not None]
         if len(given) > 1:
-            text = f"{PARAM} and {given[0]} both ask for a form of the output; send one of them"
+            text = f"{PARAM} and {field_slot(given[0])} both ask for a form of the output; send one of them"
             raise InvalidRequestError(text, param=given[1], code="conflicting_parameters")
         if rules is not None:
             return rules
@@ -395,6 +389,12 @@ def clamp_biases(biases: Mapping[_K, float]) -> dict[_K, float]:
         else bias
         for token, bias in biases.items()
     }
+
+
+def sent_names(params: object) -> dict[str, str]:
+    """The fields of a mapping of known sampling parameters that have a value, and the name that each was sent under."""
+    values = cast("Mapping[str, object]", params) if isinstance(params, Mapping) else {}
+    return {ALIASES.get(key, key): key for key, value in values.items() if value is not None}
 
 
 def field_name(key: object) -> str:

@@ -5,6 +5,7 @@ it is made; what depends on the model is checked when the engine is built."""
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -59,7 +60,7 @@ class SpeculativeConfig:
     # continuations of a token: drafts are chains
     eagle_topk: int = 1
     # the folder of an EAGLE or EAGLE3 head, or of a STANDALONE model; the others have none
-    draft_model_path: str | None = None
+    draft_model_path: str | os.PathLike[str] | None = None
     # of EAGLE3: the layers of the model whose outputs the head reads, counted from 0; None: those that its config names
     eagle_layers: tuple[int, ...] | None = None
     # of NGRAM: tokens of the shortest and the longest suffix that is looked up
@@ -98,10 +99,6 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         """Check every field once."""
-        for name in _FIELDS:
-            if not isinstance(value := _value(self, name), str | int | float | list | tuple | None):
-                text = f"speculative_{name}={short_repr(value)} has a type that no field has"
-                raise ConfigError(f"{text}; give text, a number, True or False, or for eagle_layers a list")
         self._check_algorithm()
         most = MAX_STEPS if self.has_draft_model else MAX_DRAFT_TOKENS - 1
         queries = DEFAULT_DRAFT_TOKENS if self.num_draft_tokens is None else self.num_draft_tokens
@@ -118,7 +115,7 @@ class SpeculativeConfig:
                 text = f"speculative_{name}={short_repr(value)}; drafts are chains, not trees"
                 raise ConfigError(f"{text}: give 1, or leave it out")
         for name in ("accept_threshold_single", "accept_threshold_acc"):
-            if isinstance(value := _value(self, name), bool) or value != 1.0:
+            if not _is_number(value := _value(self, name)) or value != 1.0:
                 raise ConfigError(
                     f"speculative_{name}={short_repr(value)}; below 1.0 tokens are accepted that the model did not "
                     "sample: give 1.0, or leave it out"
@@ -128,7 +125,7 @@ class SpeculativeConfig:
         self._check_suffix()
         self._check_store()
         if not isinstance(self.adaptive, bool):
-            raise ConfigError(f"speculative_adaptive={self.adaptive!r} must be True or False")
+            raise ConfigError(f"speculative_adaptive={short_repr(self.adaptive)} must be True or False")
 
     @staticmethod
     def create(
@@ -144,19 +141,19 @@ class SpeculativeConfig:
         if config is not None and not isinstance(config, SpeculativeConfig):
             text = f"speculative={short_repr(config)} must be a SpeculativeConfig"
             raise ConfigError(f"{text}; give SpeculativeConfig(algorithm='NGRAM'), or speculative_algorithm='NGRAM'")
-        given = {name: value for name, value in fields.items() if value is not None}
-        names = ", ".join(f"speculative_{name}" for name in given)
+        values = {name: value for name, value in fields.items() if value is not None}
+        names = ", ".join(f"speculative_{name}" for name in values)
         ways = [
             *(["speculative"] if config is not None else []),
-            *([names] if given else []),
+            *([names] if values else []),
             *(["speculative_config"] if vllm is not None else []),
         ]
         if len(ways) > 1:
             raise ConfigError(f"{' and '.join(ways)} say the same in two ways; give one of them")
-        if given and "algorithm" not in given:
+        if values and "algorithm" not in values:
             raise ConfigError(f"{names} without speculative_algorithm; give speculative_algorithm='NGRAM', too")
-        if given:
-            return SpeculativeConfig(**given)
+        if values:
+            return SpeculativeConfig(**values)
         return config if vllm is None else SpeculativeConfig.from_vllm(vllm, tp_size=tp_size)
 
     @staticmethod
@@ -173,32 +170,32 @@ class SpeculativeConfig:
                 raise ConfigError(
                     f"{short_repr(key)} is no key of speculative_config; {suggestion(str(key), _VLLM_KEYS)}"
                 )
-        given = {key: value for key, value in values.items() if value is not None}
-        if given.get("draft_tensor_parallel_size", tp_size) != tp_size:
-            text = f"draft_tensor_parallel_size={short_repr(given['draft_tensor_parallel_size'])}"
+        options = {key: value for key, value in values.items() if value is not None}
+        if not _is_same(options.get("draft_tensor_parallel_size", tp_size), tp_size):
+            text = f"draft_tensor_parallel_size={short_repr(options['draft_tensor_parallel_size'])}"
             text = f"{text} is not tp_size={tp_size}"
             raise ConfigError(f"{text}; leave it out")
-        if given.get("rejection_sample_method", "standard") != "standard":
-            text = f"rejection_sample_method={short_repr(given['rejection_sample_method'])} changes what is sampled"
+        if not _is_same(options.get("rejection_sample_method", "standard"), "standard"):
+            text = f"rejection_sample_method={short_repr(options['rejection_sample_method'])} changes what is sampled"
             raise ConfigError(f"{text}; give 'standard', or leave it out")
-        model = given.get("model")
-        is_ngram = model in ("ngram", "[ngram]")
-        method = given.get("method", "ngram" if is_ngram else None)
+        model = options.get("model")
+        is_ngram = isinstance(model, str) and model in ("ngram", "[ngram]")
+        method = options.get("method", "ngram" if is_ngram else None)
         if method is None:
             raise ConfigError("speculative_config has no method; give {'method': 'ngram', 'num_speculative_tokens': 3}")
         fields: dict[str, Any] = {"algorithm": method.upper() if isinstance(method, str) else method}
         if model is not None and not is_ngram:
             fields["draft_model_path"] = model
-        if "num_speculative_tokens" in given:
-            fields["num_draft_tokens"] = _int_of(given, "num_speculative_tokens", MAX_DRAFT_TOKENS - 1) + 1
-        windows = [_int_of(given, key, MAX_WINDOW) for key in _VLLM_WINDOWS if key in given]
+        if "num_speculative_tokens" in options:
+            fields["num_draft_tokens"] = _int_of(options, "num_speculative_tokens", MAX_DRAFT_TOKENS - 1) + 1
+        windows = [_int_of(options, key, MAX_WINDOW) for key in _VLLM_WINDOWS if key in options]
         if windows and windows[0] > windows[-1]:
             shortest, longest = _VLLM_WINDOWS
             raise ConfigError(f"{shortest}={windows[0]} is above {longest}={windows[-1]}; lower it")
         if windows:
             fields |= {"ngram_min_match_window_size": windows[0], "ngram_max_match_window_size": windows[-1]}
-        suffix: dict[str, Any] = {ours: given[key] for key, ours in _VLLM_SUFFIX.items() if key in given}
-        if suffix.get("suffix_max_cached_requests"):
+        suffix: dict[str, Any] = {ours: options[key] for key, ours in _VLLM_SUFFIX.items() if key in options}
+        if not _is_same(suffix.get("suffix_max_cached_requests", 0), 0):
             fields |= {"scope": "namespace", "remember": True}
         return SpeculativeConfig(**fields, **suffix)
 
@@ -251,8 +248,8 @@ class SpeculativeConfig:
 
     def _check_draft_model(self) -> None:
         name, path = self.algorithm.upper(), self.draft_model_path
-        text = f"speculative_draft_model_path={short_repr(path)}"
-        if path is not None and not isinstance(path, str):
+        text = f"speculative_draft_model_path={short_repr(str(path) if isinstance(path, os.PathLike) else path)}"
+        if path is not None and not isinstance(path, str | os.PathLike):
             raise ConfigError(f"{text} must be the path of a folder")
         if path is not None and name not in ("EAGLE", *_OF_FOLDER):
             kind = "drafts with layers of the model itself" if self.has_draft_model else "has no draft model"
@@ -263,13 +260,15 @@ class SpeculativeConfig:
         layers = self.eagle_layers
         if layers is None:
             return
+        if not isinstance(layers, list | tuple):
+            text = f"speculative_eagle_layers={short_repr(layers)} must be a list of layers of the model"
+            raise ConfigError(f"{text}, counted from 0, such as [1, 23, 45]")
         if name != "EAGLE3":
             text = f"speculative_eagle_layers={short_repr(layers)} is of EAGLE3, and this is {self.algorithm}"
             raise ConfigError(f"{text}; leave it out")
-        is_list = isinstance(layers, list | tuple)
-        if not is_list or not layers or not all(type(layer) is int and layer >= 0 for layer in layers):
-            given = repr(list(layers)[:_SHOWN_LAYERS]) if is_list else short_repr(layers)
-            text = f"speculative_eagle_layers={given} must be layers of the model, counted from 0"
+        if not layers or not all(type(layer) is int and layer >= 0 for layer in layers):
+            shown = ", ".join(map(short_repr, layers[:_SHOWN_LAYERS]))
+            text = f"speculative_eagle_layers=[{shown}] must be layers of the model, counted from 0"
             raise ConfigError(f"{text}, such as 1 23 45")
 
     def _check_ngram(self) -> None:
@@ -331,7 +330,7 @@ class SpeculativeConfig:
         for name in names:
             value, default = _value(self, name), _FIELDS[name]
             own = value.upper() if isinstance(value, str) and name == "ngram_match_type" else value
-            if own not in (default, _SGLANG_DEFAULTS.get(name, default)):
+            if not any(_is_same(own, known) for known in (default, _SGLANG_DEFAULTS.get(name, default))):
                 text = f"speculative_{name}={short_repr(value)} is of {' and '.join(algorithms)}, and this is"
                 fix = f"leave it out, or choose {' or '.join(algorithms)}"
                 raise ConfigError(f"{text} {self.algorithm}; {fix}")
@@ -344,8 +343,13 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def _is_same(value: object, default: object) -> bool:
+    """Whether a value of any type is a default. A value of another type, such as an array, is never compared."""
+    return (type(value) is type(default) or (_is_number(value) and _is_number(default))) and value == default
+
+
 def _value(config: SpeculativeConfig, name: str) -> object:
-    return dataclasses.asdict(config)[name]
+    return getattr(config, name)
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:

@@ -64,6 +64,7 @@ class AsyncEngine:
         """Validate and tokenise a call, from any thread. `stream_interval_s`: least time between two outputs of a
         stream; a small model makes a token a millisecond for every stream, and an output for each would take the cores
         from its steps. Raises InvalidRequestError or a subclass."""
+        self.engine.thread.check_not_forked()
         return self.engine.input_processor.process(
             request, default_max_tokens=default_max_tokens, routing=routing, stream_interval_s=stream_interval_s
         )

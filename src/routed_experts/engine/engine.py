@@ -86,7 +86,8 @@ def _unknown_field(name: str, known: Sequence[str]) -> InvalidRequestError:
 
 
 class Engine:
-    """Serves one model. Every method may be called from any thread; leaving the `with` shuts it down.
+    """Serves one model. Every method may be called from any thread; leaving the `with` shuts it down. In a process that
+    was forked from the engine's, methods that need the engine thread raise EngineDeadError at once.
 
     Parts, for the other entrances and for tests: `components` (what the engine is built of), `thread` (runs functions
     between two steps), `scorer`, `input_processor`."""
@@ -347,6 +348,7 @@ class Engine:
 
         Raises InvalidRequestError, CaptureDisabledError, PromptTooLongError, QueueFullError, RoutingIncompleteError or
         EngineDeadError."""
+        self.thread.check_not_forked()
         request = GenerateReqInput(
             text=prompt,
             input_ids=input_ids,
@@ -405,6 +407,7 @@ class Engine:
         routed_experts_include_last: bool | None = None,
     ) -> Result | AsyncIterator[dict[str, object]]:
         """`generate` for an event loop; cancelling the task aborts."""
+        self.thread.check_not_forked()
         request = GenerateReqInput(
             text=prompt,
             input_ids=input_ids,
@@ -447,8 +450,9 @@ class Engine:
 
         `output_kind`: "delta" yields what one choice has gained, "cumulative" all that it has, "final" one output of
         all choices at the end. Rows, if `params` request them, come with the end of their choice. Closing the iterator
-        or cancelling its task aborts. Raises InvalidRequestError or a subclass at once, other errors from the
-        iterator."""
+        or cancelling its task aborts. Raises InvalidRequestError or a subclass at once (in a forked process
+        EngineDeadError), other errors from the iterator."""
+        self.thread.check_not_forked()
         check_stream(params, output_kind)
         text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
         request = GenerateReqInput(text=text, input_ids=ids, sampling_params=params, stream=output_kind != "final")
@@ -462,6 +466,7 @@ class Engine:
     def abort(self, rid: str | None = None, *, abort_all: bool = False) -> int:
         """End requests with what they have: the request of id `rid`, or all of the call or prompt of that id; or all
         requests. Returns how many. Raises InvalidRequestError for neither or both, and EngineDeadError."""
+        self.thread.check_not_forked()
         if (rid is None) != abort_all:
             text = f"{PARAM}={short_repr(rid)} with abort_all={abort_all}; give one of them"
             raise InvalidRequestError(text, param="rid")
@@ -511,6 +516,7 @@ class Engine:
         Raises InvalidRequestError for ids that are none, PromptTooLongError, and RoutingAlignmentError for rows that do
         not fit, naming sample, row and layer. With experts= the host's experts run on threads of the score's own, and
         none is deferred."""
+        self.thread.check_not_forked()
         outputs = self._scores.score(
             token_ids, routed=routed, replay_weights=replay_weights, return_routed_experts=return_routed_experts
         )
@@ -548,6 +554,7 @@ class Engine:
         With experts= the host holds the old and the new store during it, the accelerator one table: residents are
         written into it between two steps, one after another. A copy that fails leaves the old weights served, under the
         old label and count."""
+        self.thread.check_not_forked()
         return self._weights.update(state, version=version, cache=cache, donate=donate, copy=copy)
 
     def update_weights_from_disk(
@@ -556,6 +563,7 @@ class Engine:
         """`update_weights` with a checkpoint folder of the served architecture, read in the served dtype while requests
         go on. Raises WeightsMismatchError where config.json describes another model, CheckpointError where the folder
         is damaged, UpdateInProgressError during another update. Returns as `update_weights`."""
+        self.thread.check_not_forked()
         return self._weights.update_from_disk(path, version=version, cache=cache)
 
     def prepare_weights(
@@ -566,15 +574,18 @@ class Engine:
         release or replace weights raise InvalidRequestError. `version` as for `update_weights`. `update_count`: the
         count that the update gets, above the served one, where several engines share one; None: the next. Raises
         WeightsMismatchError and CheckpointError as `update_weights_from_disk`; then nothing is prepared."""
+        self.thread.check_not_forked()
         self._weights.prepare(path, version=version, update_count=update_count)
 
     def commit_weights(self, version: str | int | None = None, *, cache: str = "flush") -> WeightVersion:
         """Second half: swap to the prepared weights between two steps. `cache` and result as for `update_weights`.
         Raises InvalidRequestError where no weights of this label (None: of any) are prepared."""
+        self.thread.check_not_forked()
         return self._weights.commit(version=version, cache=cache)
 
     def drop_weights(self) -> None:
         """Free the prepared weights; the served ones stay. Without any nothing happens."""
+        self.thread.check_not_forked()
         self._weights.drop()
 
     @property
@@ -586,6 +597,7 @@ class Engine:
         """Give the served weights another label, or the same one again. It counts as an update: rows written from now
         on have the next count. Running requests keep their pages, and no new request matches pages of the old count.
         `update_count` as for `prepare_weights`. Returns the label and the count. Raises InvalidRequestError."""
+        self.thread.check_not_forked()
         return self._weights.update_version(version, update_count=update_count)
 
     def get_weight_version(self) -> WeightVersion:
@@ -601,6 +613,7 @@ class Engine:
         taken back. A pause stays, and what it holds is not waited for. Arrays of weights that the caller holds too stay
         the caller's. To release again changes nothing. Raises InvalidRequestError for other tags, and on an engine with
         experts=."""
+        self.thread.check_not_forked()
         self._memory.release(MEMORY_TAGS if tags is None else tags, running)
 
     def resume_memory_occupation(self, state: Weights | None = None, *, version: str | int | None = None) -> None:
@@ -609,6 +622,7 @@ class Engine:
         Released weights come from `state` under the label `version`, both as `update_weights` takes them, or have come
         by `update_weights` meanwhile. Without a release nothing happens. Raises InvalidRequestError where weights are
         missing, or a `version` has no `state`; WeightsMismatchError as `update_weights`. Then all stays released."""
+        self.thread.check_not_forked()
         self._memory.resume(state, version)
 
     @property
@@ -622,10 +636,12 @@ class Engine:
         `mode`: "wait" lets started requests finish, and returns when they have; "retract" returns them to the queue
         with their tokens and rows, and frees their pages; "in_place" freezes them with their pages; "abort" ends every
         request with what it has. Raises InvalidRequestError."""
+        self.thread.check_not_forked()
         self._admission.pause(mode)
 
     def resume(self) -> None:
         """End a pause of any mode; without one nothing happens."""
+        self.thread.check_not_forked()
         self._admission.resume()
 
     @property
@@ -672,10 +688,12 @@ class Engine:
     def hold_admission(self) -> None:
         """Hold new requests and scores back until `open_admission`; started ones run on, a pause stays. For an update
         of several engines: between hold and open no request starts. To hold again changes nothing."""
+        self.thread.check_not_forked()
         self._admission.hold()
 
     def open_admission(self) -> None:
         """End a hold; a pause stays. Without a hold nothing happens."""
+        self.thread.check_not_forked()
         self._admission.open()
 
     @property
@@ -688,12 +706,14 @@ class Engine:
         returns how many instances came from another device. Ids and outputs do not change, up to the order of sums, and
         nothing is compiled. Raises PlacementError for a placement of another model or other sizes, and
         InvalidRequestError on an engine that was built without placement=."""
+        self.thread.check_not_forked()
         return self._placement.apply(placement)
 
     def set_capacity_factor(self, factor: Fraction | float | str) -> None:
         """Set the capacity of the instances in later steps to this factor of the mean load; nothing is compiled.
         `factor` as in PlacementConfig. Raises ConfigError, and InvalidRequestError on an engine that was built without
         PlacementConfig(mode="reroute")."""
+        self.thread.check_not_forked()
         self._placement.set_capacity_factor(factor)
 
     def placement_stats(self) -> PlacementStats:
@@ -706,12 +726,14 @@ class Engine:
         and outputs do not change, up to the order of sums, and nothing is compiled. Raises PlacementError for a map of
         another model or another number of residents, and InvalidRequestError on an engine without
         experts=ExpertOffloadConfig(...)."""
+        self.thread.check_not_forked()
         return self._placement.apply_residency(residency)
 
     def residency(self) -> tuple[ResidencyMap, Float64[np.ndarray, " M"]]:
         """Which experts are resident, and for each MoE layer the share of all slots so far that residents ran
         (resident_hit_ratio; NaN before the first step). Raises InvalidRequestError on an engine without
         experts=ExpertOffloadConfig(...)."""
+        self.thread.check_not_forked()
         return self._placement.residency()
 
     def stats(self) -> EngineStats:
@@ -723,16 +745,19 @@ class Engine:
         """How often each expert was chosen since the start or `reset_routing_stats`, in prompts and in generated
         tokens: of every token that a step fed for a request. A token from the prefix cache was not fed and does not
         count. Raises CaptureDisabledError where nothing is recorded."""
+        self.thread.check_not_forked()
         return self.thread.run_between_steps(self.components.core.routing_stats)
 
     def reset_routing_stats(self) -> RoutingStats:
         """Reset the counts; returns the counts so far. Raises CaptureDisabledError where nothing is recorded."""
+        self.thread.check_not_forked()
         return self.thread.run_between_steps(lambda: self.components.core.routing_stats(reset=True))
 
     def flush_cache(self, *, drafts: bool = False, retract: bool = False) -> int:
         """Drop all cached prefixes; returns the pages freed. Running requests keep their pages. `drafts`: drop also the
         answers that are remembered as drafts. `retract`: running requests return to the queue with their tokens and
         rows, and prefill again; a pause stays, and holds them."""
+        self.thread.check_not_forked()
         core, thread = self.components.core, self.thread
         run = thread.run_drained if retract else thread.run_between_steps
         return run(lambda: core.flush_cache(drafts=drafts, retract=retract))
@@ -751,10 +776,12 @@ class Engine:
         A request with this prompt, `seed` and `choice` (its index among n) follows it from the start; `seed` None: one
         of temperature 0. Other requests with this prompt, with SUFFIX those with any prompt, copy it where it fits.
         Raises InvalidRequestError for bad ids, and for an engine without speculative_scope="namespace"."""
+        self.thread.check_not_forked()
         self._rollouts.remember(prompt_ids, output_ids, seed=seed, choice=choice, extra_key=extra_key)
 
     def check_integrity(self) -> list[Violation]:
         """Check pages, prefix cache, rows and request counts; empty when all hold."""
+        self.thread.check_not_forked()
         return self.thread.run_between_steps(self.components.core.check_integrity)
 
     def get_server_info(self) -> dict[str, object]:

@@ -5,17 +5,19 @@ for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
     print(output.outputs[0].text, output.prompt_routed_experts.shape, output.outputs[0].routed_experts.shape)"""
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from types import MappingProxyType, TracebackType
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any, Literal, TypeGuard
 
 from routed_experts.core.capture_spec import WeightsDType
 from routed_experts.core.editable_sampling_params import EditableSamplingParams
 from routed_experts.core.error_text import short_repr, suggestion
-from routed_experts.core.errors import PARAM, ConfigError, InvalidRequestError, PromptTooLongError
+from routed_experts.core.errors import PARAM, ConfigError, InvalidRequestError, prompt_index
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from routed_experts.core.keywords import ENGINE_NAMES, REQUEST_NAMES, check_keywords, request_error
+from routed_experts.core.peer_names import OTHER_NAMES
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import KVCacheDtype, Quantization, ServerArgs
@@ -28,18 +30,9 @@ from routed_experts.engine.requests.routing_options import RoutingDefaults
 from routed_experts.engine.requests.sequence_state import SequenceState
 
 DEFAULT_MAX_TOKENS = 16
-_VLLM_NAMES: Mapping[str, str] = MappingProxyType(  # by the engine's name
-    {
-        "context_length": "max_model_len",
-        "max_queued_requests": "max_num_queued_reqs",
-        "mem_fraction_static": "gpu_memory_utilization",
-        "page_size": "block_size",
-        "random_seed": "seed",
-        "tokenizer_path": "tokenizer",
-    }
-)
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}
-Params = SamplingParams | Mapping[str, object] | Sequence[SamplingParams | Mapping[str, object]] | None
+PromptParams = SamplingParams | Mapping[str, object]
+Params = PromptParams | Sequence[PromptParams] | None
 Messages = Sequence[Mapping[str, object]]
 
 
@@ -144,18 +137,17 @@ class LLM:
 
         An engine that records routing returns it with every output, unless return_routed_experts is False. Raises
         InvalidRequestError, PromptTooLongError, CaptureDisabledError, RoutingIncompleteError or EngineDeadError."""
+        self.engine.thread.check_not_forked()
         prompt_list = _as_list(prompts)
-        params_list = _params_list(sampling_params, len(prompt_list))
+        params_list, has_own = _params_list(sampling_params, len(prompt_list)), _is_list(sampling_params)
         groups: list[list[TokenizedGenerateReqInput]] = []
         for index, (prompt, own) in enumerate(zip(prompt_list, params_list, strict=True)):
             try:
                 groups.append(self._process(prompt, own))
             except InvalidRequestError as error:
-                is_of_prompt = error.param in ("prompt", "input_ids", "text") or isinstance(error, PromptTooLongError)
-                if len(prompt_list) == 1 or not is_of_prompt:
+                if len(prompt_list) == 1 or not (has_own or error.is_of_prompt):
                     raise
-                named = error.renamed("prompt") if error.param == "input_ids" else error
-                raise named.at_prompt(index) from error
+                raise error.with_names({"input_ids": "prompt"}).at_prompt(index) from error
         sequences = [sequence for batch in self._submissions(groups) for sequence in self._run(batch)]
         outputs: list[RequestOutput] = []
         for prompt, group in zip(prompt_list, groups, strict=True):
@@ -221,9 +213,8 @@ class LLM:
         """Shut down."""
         self.shutdown()
 
-    def _process(self, prompt: Prompt, params: SamplingParams) -> list[TokenizedGenerateReqInput]:
+    def _process(self, prompt: Prompt, params: PromptParams) -> list[TokenizedGenerateReqInput]:
         """The requests of one prompt, one a choice."""
-        check_arrays(params)
         if isinstance(prompt, Mapping):
             ids = prompt.get("prompt_token_ids")
         else:
@@ -282,12 +273,13 @@ def _check_count(param: str, value: object) -> None:
 
 @contextlib.contextmanager
 def _named_as_given() -> Generator[None]:
-    """Add the keyword of LLM to the error of a field of the engine."""
+    """Add the keyword of LLM to the error of a field of the engine that has another name here."""
     try:
         yield
     except ConfigError as error:
-        word = _VLLM_NAMES.get(str(error).partition("=")[0])
-        if word is None or type(error) is not ConfigError:
+        name, keywords = str(error).partition("=")[0], inspect.signature(LLM).parameters
+        word = next((other for other in OTHER_NAMES.get(name, ()) if other in keywords), None)
+        if word is None or name in keywords or type(error) is not ConfigError:
             raise
         raise ConfigError(f"{word} of LLM is refused: {error}") from error
 
@@ -319,21 +311,32 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return prompt_list
 
 
-def _params_list(params: Params, count: int) -> Sequence[SamplingParams]:
+def _is_list(params: Params) -> TypeGuard[Sequence[PromptParams]]:
+    """Whether these are sampling parameters for each prompt."""
+    return isinstance(params, Sequence) and not isinstance(params, str)
+
+
+def _params_list(params: Params, count: int) -> Sequence[PromptParams]:
+    """The sampling parameters of each prompt, checked but for what depends on the prompt. Those in a mapping stay one:
+    its names are those that an error names."""
     if params is None or isinstance(params, SamplingParams | Mapping):
-        return [_to_sampling_params(params)] * count
-    value: object = params
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        text = f"{PARAM}={short_repr(value)} must be SamplingParams, or a list of them, one for each prompt"
+        return [_checked(params or {})] * count
+    if not _is_list(params):
+        text = f"{PARAM}={short_repr(params)} must be SamplingParams, or a list of them, one for each prompt"
         raise InvalidRequestError(text, param="sampling_params")
     if len(params) != count:
         text = f"{len(params)} SamplingParams for {count} prompts; give one for all, or one each"
         raise InvalidRequestError(text, param="sampling_params")
-    return [_to_sampling_params(own) for own in params]
+    checked: list[PromptParams] = []
+    for index, own in enumerate(params):
+        with prompt_index(index if count > 1 else None, "prompt"):
+            checked.append(_checked(own or {}))
+    return checked
 
 
-def _to_sampling_params(params: SamplingParams | Mapping[str, object] | None) -> SamplingParams:
-    return params if isinstance(params, SamplingParams) else SamplingParams.from_dict(params or {})
+def _checked(params: PromptParams) -> PromptParams:
+    check_arrays(params if isinstance(params, SamplingParams) else SamplingParams.from_dict(params))
+    return params
 
 
 def _text(prompt: Prompt) -> str | None:

@@ -40,13 +40,14 @@ MAX_WEIGHT_VERSION = 2**31 - 1  # versions of rows are int32
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PendingStep:
     """A dispatched step; its arrays are on their way to the host. `batches`: of each data rank, which has its part of
-    every array, in order."""
+    every array, in order. `placement_epoch`: of the placement that it runs with, None where there is none."""
 
     batches: tuple[ModelWorkerBatch, ...]
     sampled: Int32[Array, "B columns"]
     scored: Int32[Array, "N columns"] | None
     rows: UInt[Array, "N MK"] | None  # None, too, where `sampled` has them
     weight_version: int
+    placement_epoch: int | None = None
     rerouting: Int32[Array, "N 2"] | None = None
     drafts: Int32[Array, "B 2k"] | None = None
     given: Float[Array, "B G"] | None = None
@@ -108,7 +109,8 @@ class ModelRunner:
 
     @property
     def placement_epoch(self) -> int | None:
-        """The number of the placement of experts that steps run by; None where experts have one place for good."""
+        """The number of the placement of experts that the next step runs with; None where experts have one place for
+        good."""
         return None
 
     @property
@@ -193,6 +195,7 @@ class ModelRunner:
             scored=out.scored,
             rows=out.rows,
             weight_version=self.weight_version,
+            placement_epoch=self.placement_epoch,
             rerouting=out.rerouting,
             drafts=out.drafts,
             given=out.given,
@@ -349,6 +352,7 @@ class ModelRunner:
             prompt_top_logprobs=None if scored is None else _floats(scored[:, 1 + top :]),
             rows=rows,
             weight_version=pending.weight_version,
+            placement_epoch=pending.placement_epoch,
             rerouting=None if rerouting is None else np.asarray(rerouting),
             drafts=None if pending.drafts is None else np.asarray(pending.drafts),
             given_logprobs=None if pending.given is None else np.asarray(pending.given),

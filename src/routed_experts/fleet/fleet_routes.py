@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from routed_experts.core.errors import InvalidRequestError
+from routed_experts.core.errors import InvalidRequestError, field_names
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.core.weight_version import WeightVersion
 from routed_experts.engine.control.memory_control import MEMORY_TAGS
@@ -35,7 +35,7 @@ from routed_experts.server.admin.control_routes import (
 )
 from routed_experts.server.app import TABLE, Entry, Handler
 from routed_experts.server.body import json_response, read_body
-from routed_experts.server.errors import ApiError, field_names, unavailable
+from routed_experts.server.errors import ApiError, unavailable
 from routed_experts.server.generation_handler import to_seed
 from routed_experts.server.limits import RETRY_AFTER_S
 from routed_experts.server.middleware import random_id, request_owner

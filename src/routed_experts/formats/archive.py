@@ -34,6 +34,7 @@ from routed_experts.formats.metadata import (
 )
 from routed_experts.formats.wire import INFO_KEY, PAYLOAD_KEY, WEIGHTS_KEY
 
+BytesLike = bytes | bytearray | memoryview
 _MARK = b'"token_offsets"'
 _IDS = ("input_ids", "output_ids")
 
@@ -64,14 +65,14 @@ def encode_record(record: RoutedExperts, token_ids: Int[np.ndarray, " S"] | None
     return save(tensors, metadata={INFO_KEY: json.dumps(to_metadata(record, payload_format="ref").to_json())})
 
 
-def decode_record(encoded: bytes) -> RoutedExperts:
+def decode_record(encoded: BytesLike) -> RoutedExperts:
     """Decode what encode_record made; raises RoutingFormatError on anything else."""
     return decode_record_and_tokens(encoded)[0]
 
 
-def decode_record_and_tokens(encoded: bytes) -> tuple[RoutedExperts, Int32[np.ndarray, " S"] | None]:
+def decode_record_and_tokens(encoded: BytesLike) -> tuple[RoutedExperts, Int32[np.ndarray, " S"] | None]:
     """Decode the record and the token ids that travel with it, or None."""
-    _check_bytes(encoded)
+    encoded = _to_bytes(encoded)
     try:
         tensors = load(encoded)
         header = json.loads(encoded[8 : 8 + int.from_bytes(encoded[:8], "little")])
@@ -116,9 +117,9 @@ def encode_answers(answers: Sequence[ArchivedAnswer]) -> bytes:
     return save(tensors)
 
 
-def decode_answers(encoded: bytes) -> list[ArchivedAnswer]:
+def decode_answers(encoded: BytesLike) -> list[ArchivedAnswer]:
     """Decode what encode_answers made; raises RoutingFormatError on anything else."""
-    _check_bytes(encoded)
+    encoded = _to_bytes(encoded)
     try:
         tensors = load(encoded)
         lines = [cast("dict[str, Any]", json.loads(line)) for line in tensors["answers"].tobytes().splitlines()]
@@ -140,16 +141,19 @@ def decode_answers(encoded: bytes) -> list[ArchivedAnswer]:
         ) from cause
 
 
-def holds_answers(encoded: bytes) -> bool:
+def holds_answers(encoded: BytesLike) -> bool:
     """Whether this safetensors file holds answers, and not one record."""
+    encoded = _to_bytes(encoded)
     return _MARK in encoded[8 : 8 + int.from_bytes(encoded[:8], "little")]
 
 
-def _check_bytes(encoded: object) -> None:
+def _to_bytes(encoded: object) -> bytes:
+    """The bytes that safetensors reads, which takes no other type. Raises RoutingFormatError."""
     if not isinstance(encoded, bytes | bytearray | memoryview):
         raise RoutingFormatError(
             f"received {short_repr(encoded)}, which are no bytes; give the content of a .safetensors file"
         )
+    return bytes(encoded)
 
 
 def _line(archived: ArchivedAnswer) -> dict[str, object]:

@@ -57,6 +57,7 @@ class Req:
         self.slot, self.num_pages, self.num_shared = 0, 0, 0
         self.node: PrefixNode | None = None
         self.cached_tokens, self.weight_version = 0, 0
+        self.placement_epoch: int | None = None  # of the last step that was committed
         self.most_fed = 0  # tokens that it had fed when it was last retracted, or before
         self.weight_changes: tuple[tuple[int, WeightVersion], ...] = ()  # see `weight_runs`
         self.is_prefilled = False  # its whole prompt has been committed once

@@ -270,6 +270,7 @@ class Scheduler:
             if req.state is ReqState.FINISHED:
                 rows[index] = 0
                 continue
+            req.placement_epoch = result.placement_epoch
             if runs is not None:
                 first, num_accepted = runs[index]
                 run = _Run(range(first, first + num_accepted + 1), tokens, logprobs, result)

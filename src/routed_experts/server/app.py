@@ -53,9 +53,12 @@ from routed_experts.server.state import ServerState
 from routed_experts.server.vllm import generate as tokens
 from routed_experts.server.vllm import tokenize
 
-_CLIENT_HEADERS = (  # of a browser's request: our own, and those that the clients of OpenAI and Anthropic add
-    "Authorization Content-Type X-Request-Id Range If-Range If-None-Match Idempotency-Key OpenAI-Organization "
-    "OpenAI-Project X-Api-Key Anthropic-Version Anthropic-Beta Anthropic-Dangerous-Direct-Browser-Access "
+# Of a browser's request: those that this server reads, X-Session-Id, which a fleet routes by, and those that clients of
+# OpenAI and Anthropic add.
+_CLIENT_HEADERS = (
+    "Authorization Content-Type X-Request-Id X-Data-Parallel-Rank X-Session-Id Range If-Range If-None-Match "
+    "Idempotency-Key OpenAI-Organization OpenAI-Project X-Api-Key Anthropic-Version Anthropic-Beta "
+    "Anthropic-Dangerous-Direct-Browser-Access "
     "X-Stainless-Arch X-Stainless-Custom-Poll-Interval X-Stainless-Helper X-Stainless-Helper-Method X-Stainless-Lang "
     "X-Stainless-OS X-Stainless-Package-Version X-Stainless-Poll-Helper X-Stainless-Read-Timeout "
     "X-Stainless-Retry-Count X-Stainless-Runtime X-Stainless-Runtime-Version X-Stainless-Timeout"
@@ -180,22 +183,23 @@ def make_app(
     document = openapi_document(operations, version=server.version)
     page = make_page()
 
-    async def openapi(request: Request) -> Response:
+    async def openapi(request: Request, server: ServerState) -> Response:
         return json_response(document)
 
-    async def get_version(request: Request) -> Response:
+    async def get_version(request: Request, server: ServerState) -> Response:
         return json_response({"version": server.version})
 
-    async def root(request: Request) -> Response:
-        return page
+    async def root(request: Request, server: ServerState) -> Response:
+        return Response(page.body, headers=page.headers)
 
-    routes = [Route(path, _endpoint(entries, server), methods=_methods(entries)) for path, entries in _by_path(table)]
-    routes += [
-        *(Route(path, refused_routes.refuse, methods=["POST"]) for path in refused_routes.REFUSED),
-        Route("/", root, methods=["GET"]),
-        Route("/openapi.json", openapi, methods=["GET"]),
-        Route("/version", get_version, methods=["GET"]),
-    ]
+    undocumented = (
+        Entry("/", ("GET",), root),
+        Entry("/openapi.json", ("GET",), openapi),
+        Entry("/version", ("GET",), get_version),
+    )
+    by_path = _by_path((*table, *undocumented))
+    routes = [Route(path, _endpoint(entries, server), methods=_methods(entries)) for path, entries in by_path]
+    routes += [Route(path, refused_routes.refuse, methods=["POST"]) for path in refused_routes.REFUSED]
     router = Router(routes, redirect_slashes=False)
     middleware = RequestMiddleware(router, server.settings, on_idle=server.on_idle, new_request_id=new_request_id)
     origin = server.settings.cors_origin

@@ -3,10 +3,9 @@
 A message is one line of at most 1 kB, without file paths, addresses or tracebacks. A path that the client sent is shown
 to it where the error says that it is the client's: `InvalidRequestError.sent`."""
 
-import contextlib
 import dataclasses
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from typing import cast
 
 from routed_experts.core.errors import InvalidRequestError, RoutedExpertsError
@@ -84,18 +83,6 @@ def to_anthropic(response: ErrorResponse) -> ErrorResponse:
 def unavailable(message: str, *, code: str) -> ApiError:
     """Build a 503 with Retry-After."""
     return ApiError(message, status=503, code=code)
-
-
-@contextlib.contextmanager
-def field_names(fields: Mapping[str, str]) -> Generator[None]:
-    """Rename the parameter of an InvalidRequestError. `fields`: the engine's parameter -> the field of this route."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        field = fields.get(error.param or "")
-        if field is None:
-            raise
-        raise error.renamed(field) from error
 
 
 def _response(status: int, message: str, code: str, param: str | None, *, sent: str | None = None) -> ErrorResponse:

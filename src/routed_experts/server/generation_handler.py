@@ -15,11 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from routed_experts.core.error_text import short_repr
-from routed_experts.core.errors import InvalidRequestError, RoutedExpertsError
+from routed_experts.core.errors import PARAM, InvalidRequestError, RoutedExpertsError, field_names
 from routed_experts.core.io_struct import FinishReason, StrOut, TokenizedGenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.server.admin.metrics import FinishedRequest
-from routed_experts.server.errors import ApiError, field_names
+from routed_experts.server.errors import ApiError
 from routed_experts.server.limits import INLINE_BYTES, MAX_BACKLOG, ServerSettings
 from routed_experts.server.protocol import StreamOptions
 from routed_experts.server.routing.response import check_list_format, payload_bytes, split_for_events, to_stored
@@ -145,9 +145,10 @@ class GenerationHandler(ABC):
 
     async def _observe_rest(self) -> None:
         """Measure the outputs that are left of a call without a client."""
-        with contextlib.suppress(RoutedExpertsError):  # of a request, or of an engine that has ended
-            async for index, output in self._generation.outputs():
-                self._observe(index, output)
+        while self._generation.is_open:
+            with contextlib.suppress(RoutedExpertsError):  # it ends one request: the others follow
+                async for index, output in self._generation.outputs():
+                    self._observe(index, output)
 
     def _observe(self, index: int, output: StrOut) -> None:
         """Measure one output of a request; count the request when it has finished."""
@@ -183,11 +184,11 @@ def usage_in_stream(
     return include_usage, is_forced or (include_usage and is_continuous)
 
 
-def to_seed(seed: int | None) -> int | None:
+def to_seed(seed: int | None, param: str = "seed") -> int | None:
     """Map an int64 to a seed of the engine, which has 63 bits; negative seeds stay distinct. Raises
-    InvalidRequestError."""
+    InvalidRequestError naming `param`."""
     if seed is not None and not -(2**63) <= seed < 2**63:
         limits = "greater_than_equal -2**63 and less_than_equal 2**63 - 1"
-        text = f"seed is {short_repr(seed)}, but must be an integer of 64 bits: {limits}"
-        raise InvalidRequestError(text, param="seed")
+        text = f"{PARAM} is {short_repr(seed)}, but must be an integer of 64 bits: {limits}"
+        raise InvalidRequestError(text, param=param)
     return None if seed is None else seed % 2**63

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 
 def make_page() -> Response:
-    """Build the response; it may be sent many times."""
+    """Build the response."""
     html = (files("routed_experts.server") / "playground.html").read_text(encoding="utf-8")
     script, style = _sources(html, "script"), _sources(html, "style")
     policy = (

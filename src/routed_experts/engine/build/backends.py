@@ -134,12 +134,12 @@ ATTENTION: Mapping[str, BackendEntry[AttentionBackend]] = MappingProxyType(
     }
 )
 # The choices of `auto`: the platform's native kernels where this machine can run them and they support the model; else
-# the plain ones.
+# the fallbacks, which run everywhere.
 NATIVE_BY_PLATFORM: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"cpu": ("native",), "gpu": ("gpu",), "tpu": ("tpu",)}
 )
-PLAIN_MOE, PLAIN_ATTENTION = ("tiled",), ("paged",)
-BATCH_INVARIANT = ("reference",)  # the plain ones of deterministic mode
+FALLBACK_MOE, FALLBACK_ATTENTION = ("tiled",), ("paged",)
+BATCH_INVARIANT = ("reference",)  # the fallback of deterministic mode
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,8 +171,8 @@ class BackendRegistry:
         CaptureUnsupportedError."""
         where = platform or jax.default_backend()
         native = NATIVE_BY_PLATFORM.get(where, ())
-        moe_auto = (*native, *(BATCH_INVARIANT if args.deterministic else PLAIN_MOE))
-        attention_auto = (*native, *(BATCH_INVARIANT if args.deterministic else PLAIN_ATTENTION))
+        moe_auto = (*native, *(BATCH_INVARIANT if args.deterministic else FALLBACK_MOE))
+        attention_auto = (*native, *(BATCH_INVARIANT if args.deterministic else FALLBACK_ATTENTION))
 
         machine, expert_gap, attention_gap = (where, args.tp_size), _expert_gap(needs), _attention_gap(needs)
         pick = functools.partial(_pick, machine=machine, batch_invariant=args.deterministic)
@@ -220,8 +220,8 @@ class BackendRegistry:
         platform's kernels: see `describe_path`."""
         paths = dict[str, str]()
         for platform, names in NATIVE_BY_PLATFORM.items():
-            kernels = _first(self.moe, (*names, *PLAIN_MOE), _expert_gap(config.needs))
-            attention = _first(self.attention, (*names, *PLAIN_ATTENTION), _attention_gap(config.needs))
+            kernels = _first(self.moe, (*names, *FALLBACK_MOE), _expert_gap(config.needs))
+            attention = _first(self.attention, (*names, *FALLBACK_ATTENTION), _attention_gap(config.needs))
             paths[platform] = describe_path(config, kernels, attention)
         return paths
 

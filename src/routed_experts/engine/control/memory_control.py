@@ -43,8 +43,8 @@ class MemoryControl:
         named = list(tags) if isinstance(tags, Sequence) and not isinstance(tags, str) else []
         unknown = next((short_repr(tag) for tag in named if not isinstance(tag, str) or tag not in MEMORY_TAGS), None)
         if not named or unknown is not None:
-            given = f"tags={short_repr(tags)}" + ("" if unknown is None else f" has {unknown}, but")
-            text = f"{given} must be a list of some of {', '.join(MEMORY_TAGS)}"
+            received = f"tags={short_repr(tags)}" + ("" if unknown is None else f" has {unknown}, but")
+            text = f"{received} must be a list of some of {', '.join(MEMORY_TAGS)}"
             raise InvalidRequestError(text, param="tags")
         chosen = frozenset(named)
         if running not in RUNNING_MODES:

@@ -3,7 +3,6 @@
 Experts move between two steps, while requests go on. Dims: M MoE layers."""
 
 import functools
-from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -77,14 +76,16 @@ class PlacementControl:
     def _move_layers(self, placement: ExpertPlacement, layers_per_step: int) -> int:
         runner = self._replicated_runner()
 
-        def move(layers: Sequence[tuple[int, int]]) -> int:
-            return sum(runner.move_layer(*layer, placement) for layer in layers)
-
         layers = runner.layers()
-        chunks = [layers[first : first + layers_per_step] for first in range(0, len(layers), layers_per_step)]
-        moved = [self._context.thread.run_drained(functools.partial(move, chunk)) for chunk in chunks]
-        runner.set_placement(placement)
-        return sum(moved)
+
+        def move(first: int) -> int:
+            moved = sum(runner.move_layer(*layer, placement) for layer in layers[first : first + layers_per_step])
+            if first + layers_per_step >= len(layers):
+                runner.set_placement(placement)
+            return moved
+
+        firsts = range(0, len(layers), layers_per_step)
+        return sum(self._context.thread.run_drained(functools.partial(move, first)) for first in firsts)
 
     def _offload_runner(self) -> OffloadRunner:
         runner = self._context.offload_runner

@@ -438,8 +438,8 @@ class EngineCore:
             error=error,
             weight_version=self.weight_version,
             exact=not self._may_have_deferred(req),
+            defers_experts=not self.runner.exact,
             rerouting=rerouting,
-            placement_epoch=self.runner.placement_epoch,
             speculative=None if self.speculation is None else self.speculation.counts_of(req),
             dp_rank=None if len(self.ranks) == 1 else req.dp_rank,
         )

@@ -91,6 +91,11 @@ class EngineThread:
         """Whether this process was forked from that of the engine thread. Locks may then be held for ever."""
         return os.getpid() != self._pid
 
+    def check_not_forked(self) -> None:
+        """Raise EngineDeadError in a process that was forked from that of the engine thread: before a lock is taken."""
+        if self.is_forked:
+            raise _forked_error()
+
     @property
     def is_idle(self) -> bool:
         """Whether every accepted request has ended. From any thread, so it may already be out of date."""

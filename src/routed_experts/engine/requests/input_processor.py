@@ -14,15 +14,23 @@ from jaxtyping import Int32
 
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.error_text import short_repr
-from routed_experts.core.errors import PARAM, ConfigError, InvalidRequestError, PromptTooLongError
+from routed_experts.core.errors import (
+    PARAM,
+    ConfigError,
+    InvalidRequestError,
+    PromptTooLongError,
+    field_slot,
+    prompt_index,
+    raise_as,
+)
 from routed_experts.core.extra_key import check_extra_key
 from routed_experts.core.grammar_spec import TOKENS, GrammarSpec
 from routed_experts.core.grammar_state import CompiledGrammar
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from routed_experts.core.model_worker_batch import MAX_BIAS, MAX_GIVEN_IDS
 from routed_experts.core.request_id import REQUEST_ID, REQUEST_ID_RULE
-from routed_experts.core.sampling_params import ResolvedSampling, SamplingParams
-from routed_experts.engine.requests.prompt_lists import split_by_prompt
+from routed_experts.core.sampling_params import FIELDS, ResolvedSampling, SamplingParams, sent_names
+from routed_experts.engine.requests.prompt_lists import PromptCalls, split_by_prompt
 from routed_experts.engine.requests.routing_options import SGLANG_DEFAULTS, RoutingDefaults, resolve_routing_options
 from routed_experts.engine.requests.tokenizer import Tokenizer
 from routed_experts.grammar.compiler import GrammarCompiler
@@ -84,29 +92,35 @@ class InputProcessor:
         subclass."""
         prompts = list(self._prompts(request))
         is_batch = not isinstance(request.text, str) and (request.text is not None or is_nested(request.input_ids))
-        calls = split_by_prompt(request, len(prompts), is_batch=is_batch)
-        params = [_sampling_params(call) for call in calls]
-        counts = [1 if own.n is None else int(own.n) for own in params]
+        split = split_by_prompt(request, len(prompts), is_batch=is_batch)
+        params = [_sampling_params(split, index) for index in range(len(prompts))]
+        counts = [1 if own.values.n is None else int(own.values.n) for own in params]
         self._check_num_requests(counts)
-        all_ids = _request_ids(request, calls, counts)
+        all_ids = _request_ids(request, split, counts)
         prediction, rank = self._prediction(request, len(prompts)), self._data_parallel_rank(request)
         default = self.limits.default_max_tokens if default_max_tokens is None else default_max_tokens
         requests: list[TokenizedGenerateReqInput] = []
         for index, (ids, call, own, (call_id, group, rids)) in enumerate(
-            zip(prompts, calls, params, all_ids, strict=True)
+            zip(prompts, split.calls, params, all_ids, strict=True)
         ):
-            _check_flags(call)
-            extra_key = check_extra_key(call.extra_key)
-            options = resolve_routing_options(
-                call, own, prompt_len=ids.size, capture=self.limits.capture, defaults=routing
-            )
-            return_logprob, start, top = _logprob_options(call, own, ids.size)
-            given_ids = self._given_ids(call) if return_logprob else ()
             try:
-                sampling, stop_token_ids = self._sampling(own, ids.size, default, cut=cut_max_tokens)
-            except PromptTooLongError as error:
-                raise error.at_prompt(index if len(prompts) > 1 else None) from error
-            grammar = None if sampling.grammar is None else self._compile(sampling.grammar)
+                _check_flags(call)
+                extra_key = check_extra_key(call.extra_key)
+                options = resolve_routing_options(
+                    call,
+                    own.values,
+                    prompt_len=ids.size,
+                    capture=self.limits.capture,
+                    defaults=routing,
+                    names=own.names,
+                )
+                return_logprob, start, top = _logprob_options(call, own.values, ids.size)
+                given_ids = self._given_ids(call) if return_logprob else ()
+                sampling, stop_token_ids, grammar = self._resolve_params(
+                    own, ids.size, split.prompt_field, default, cut=cut_max_tokens
+                )
+            except InvalidRequestError as error:
+                raise_as(error, split.error_at(error, index, own.own_fields))
             requests += [
                 TokenizedGenerateReqInput(
                     rid=rid,
@@ -132,6 +146,17 @@ class InputProcessor:
             ]
         return requests
 
+    def _resolve_params(
+        self, params: "_PromptParams", prompt_len: int, prompt_field: str, default_max_tokens: int, *, cut: bool
+    ) -> tuple[ResolvedSampling, frozenset[int], CompiledGrammar | None]:
+        """The sampling values of one prompt, the token ids that stop it, and its grammar. Errors have the names that
+        were sent."""
+        try:
+            sampling, stop_token_ids = self._sampling(params.values, prompt_len, default_max_tokens, cut=cut)
+            return sampling, stop_token_ids, None if sampling.grammar is None else self._compile(sampling.grammar)
+        except InvalidRequestError as error:
+            raise_as(error, error.with_names({**params.names, "prompt": prompt_field}))
+
     def _check_num_requests(self, counts: Sequence[int]) -> None:
         """Raise InvalidRequestError for a call that no queue would hold."""
         if sum(counts) > self.limits.max_requests:
@@ -153,12 +178,12 @@ class InputProcessor:
                 text = f"{PARAM}={short_repr(request.text)} must be text or a list of texts"
                 raise InvalidRequestError(text, param="prompt")
             self.check_count("prompt", len(texts))
-            yield from _each_prompt(texts, self._encode)
+            yield from _each_prompt("prompt", texts, self._encode)
             return
         input_ids: Any = request.input_ids
         rows = input_ids if is_nested(input_ids) else [input_ids]
         self.check_count("input_ids", len(rows))
-        yield from _each_prompt(rows, lambda ids: self._check_ids(_as_integers(ids), "input_ids"))
+        yield from _each_prompt("input_ids", rows, lambda ids: self._check_ids(_as_integers(ids), "input_ids"))
 
     def _encode(self, text: object) -> Int32[np.ndarray, " S"]:
         """Token ids of one prompt that is text."""
@@ -260,9 +285,10 @@ class InputProcessor:
         if sampling.min_tokens > max_tokens:
             text = (
                 f"{PARAM}={sampling.min_tokens} is above the {max_tokens} tokens that may be generated; "
-                "lower it or raise max_tokens"
+                f"lower it or raise {field_slot('max_tokens')}"
             )
-            raise InvalidRequestError(text, param="min_tokens")
+            was_cut = max_tokens < (params.max_tokens or default_max_tokens)
+            raise InvalidRequestError(text, param="min_tokens", depends_on_prompt=was_cut)
         return sampling, stop_token_ids
 
     def _given_ids(self, call: GenerateReqInput) -> tuple[int, ...]:
@@ -337,7 +363,7 @@ class InputProcessor:
                 "length: max_completion_tokens is too large. This model's maximum context length is "
                 f"{limits.context_length} tokens (KV pool {limits.pool_tokens}), and the prompt has {prompt_len}"
             )
-            raise PromptTooLongError(f"{text}; ask for at most {room}", param="max_new_tokens")
+            raise PromptTooLongError(f"{text}; ask for at most {room}", param="max_tokens")
         return params.max_tokens
 
     def _text_tokenizer(self, param: str) -> Tokenizer:
@@ -368,16 +394,12 @@ class InputProcessor:
 
 
 def _each_prompt(
-    prompts: Sequence[object], to_ids: Callable[[Any], Int32[np.ndarray, " S"]]
+    param: str, prompts: Sequence[object], to_ids: Callable[[Any], Int32[np.ndarray, " S"]]
 ) -> Iterator[Int32[np.ndarray, " S"]]:
     """Token ids of each prompt. The error of one of several holds its index."""
     for index, prompt in enumerate(prompts):
-        try:
+        with prompt_index(index if len(prompts) > 1 else None, param):
             ids = to_ids(prompt)
-        except InvalidRequestError as error:
-            if len(prompts) == 1:
-                raise
-            raise error.at_prompt(index) from error
         yield ids
 
 
@@ -396,17 +418,17 @@ def _check_flags(request: GenerateReqInput) -> None:
 
 
 def _request_ids(
-    request: GenerateReqInput, calls: Sequence[GenerateReqInput], counts: Sequence[int]
+    request: GenerateReqInput, split: PromptCalls, counts: Sequence[int]
 ) -> list[tuple[str, str, list[str]]]:
     """For each prompt the id of the call, or its own in a list of ids; the id of its group, which is no request id; and
     the ids of its choices. One id for the call is followed by the number of the sequence, where there are several; an
     id of a prompt by the number of the choice. Raises InvalidRequestError where two prompts would share an id."""
-    for rid in request.rid if isinstance(request.rid, list | tuple) else [request.rid]:
+    for index, rid in enumerate(request.rid if isinstance(request.rid, list | tuple) else [request.rid]):
         if rid is not None and (not isinstance(rid, str) or not REQUEST_ID.fullmatch(rid)):
             text = f"{PARAM}={short_repr(rid)} must be {REQUEST_ID_RULE}; change it"
-            raise InvalidRequestError(text, param="rid")
+            raise split.error_at(InvalidRequestError(text, param="rid"), index)
     if isinstance(request.rid, list | tuple):
-        ids = ((str(call.rid), n) for call, n in zip(calls, counts, strict=True))
+        ids = ((str(call.rid), n) for call, n in zip(split.calls, counts, strict=True))
         prompts = [(rid, f"{rid}/", [rid] if n == 1 else [f"{rid}-{choice}" for choice in range(n)]) for rid, n in ids]
         counts_of_ids = collections.Counter(itertools.chain(*({rid, *rids} for rid, _, rids in prompts)))
         if repeated := next((rid for rid, count in counts_of_ids.items() if count > 1), None):
@@ -425,24 +447,48 @@ def _request_ids(
     ]
 
 
-def _sampling_params(request: GenerateReqInput) -> SamplingParams:
-    """The sampling parameters in either form; `max_new_tokens` beside them must agree."""
-    params = request.sampling_params
-    if not isinstance(params, SamplingParams):
-        params = SamplingParams.from_dict({} if params is None else _check_mapping(params))
-    if request.max_new_tokens is None:
-        return params
-    if params.max_tokens is not None and params.max_tokens != request.max_new_tokens:
-        text = (
-            f"{PARAM}={short_repr(request.max_new_tokens)}, but sampling_params have {params.max_tokens}; give it once"
-        )
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _PromptParams:
+    """The sampling parameters of a prompt. `names`: of those that were sent by name, as they were; `is_own`: other
+    prompts have theirs."""
+
+    values: SamplingParams
+    names: Mapping[str, str]
+    is_own: bool
+
+    @property
+    def own_fields(self) -> set[str]:
+        """The fields of this prompt alone, by both names."""
+        fields = [field for field in FIELDS if self.is_own and getattr(self.values, field) is not None]
+        return {*fields, *(self.names.get(field, field) for field in fields)}
+
+
+def _sampling_params(split: PromptCalls, index: int) -> _PromptParams:
+    """The sampling parameters of a prompt in either form; `max_new_tokens` beside them must agree."""
+    request = split.calls[index]
+    has_own = "sampling_params" in split.lists
+    try:
+        params = request.sampling_params
+        if not isinstance(params, SamplingParams):
+            params = SamplingParams.from_dict({} if params is None else _check_mapping(params))
+        names = sent_names(request.sampling_params)
+        if request.max_new_tokens is not None:
+            names["max_tokens"] = "max_new_tokens"
+            params = _with_length(params, request.max_new_tokens, names)
+    except InvalidRequestError as error:
+        raise_as(error, split.error_at(error, index, (error.param,) if has_own else ()))
+    return _PromptParams(values=params, names=names, is_own=has_own)
+
+
+def _with_length(params: SamplingParams, max_new_tokens: int, names: Mapping[str, str]) -> SamplingParams:
+    """Sampling parameters with a length that was given beside them."""
+    if params.max_tokens is not None and params.max_tokens != max_new_tokens:
+        text = f"{PARAM}={short_repr(max_new_tokens)}, but sampling_params have {params.max_tokens}; give it once"
         raise InvalidRequestError(text, param="max_new_tokens", code="conflicting_parameters")
     try:
-        return dataclasses.replace(params, max_tokens=request.max_new_tokens)
+        return dataclasses.replace(params, max_tokens=max_new_tokens)
     except InvalidRequestError as error:
-        if error.param != "max_tokens":
-            raise
-        raise error.renamed("max_new_tokens") from error
+        raise_as(error, error.with_names(names))
 
 
 def _check_mapping(params: object) -> Mapping[str, object]:
@@ -461,7 +507,7 @@ def _logprob_options(request: GenerateReqInput, params: SamplingParams, prompt_l
         raise InvalidRequestError(f"{PARAM}={short_repr(top)} must be 0..{MAX_TOP_LOGPROBS}", param="top_logprobs_num")
     if isinstance(start, bool) or not isinstance(start, int) or not -1 <= start < prompt_len:
         text = f"{PARAM}={short_repr(start)} must be -1 (none of the prompt) or 0..{prompt_len - 1}"
-        raise InvalidRequestError(text, param="logprob_start_len")
+        raise InvalidRequestError(text, param="logprob_start_len", depends_on_prompt=True)
     if not (request.return_logprob or params.logprobs is not None or params.prompt_logprobs is not None):
         return False, -1, 0
     return True, start, max(top, params.logprobs or 0, params.prompt_logprobs or 0)

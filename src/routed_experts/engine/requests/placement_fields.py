@@ -6,18 +6,18 @@ from routed_experts.core.io_struct import ReroutingCounts, TokenIDOut
 
 
 def exactness_fields(out: TokenIDOut) -> dict[str, object]:
-    """`exact` and `placement_fields`; nothing where nothing can change an answer."""
+    """`exact` and `placement_fields`, in every answer of an engine that may change numbers; of another one nothing."""
     changes = placement_fields(out)
     return {} if changes is None else {"exact": out.exact, **changes}
 
 
 def placement_fields(out: TokenIDOut) -> dict[str, object] | None:
-    """`mode`, counts of expert slots so far and `placement_epoch`; None where nothing can change an answer. With
-    `mode` "reroute" capacities move slots; with "defer" outputs of experts on the host are added one layer late, which
-    is not counted by request: `deferred_slots` is None. `placement_epoch` is that of the last step."""
-    if out.rerouting is None and out.exact:
-        return None
+    """`mode`, counts of expert slots so far and `placement_epoch`; None where the engine changes no answer. With `mode`
+    "reroute" capacities move slots; with "defer" outputs of experts on the host are added one layer late, which is not
+    counted by request: `deferred_slots` is None. `placement_epoch` is that of the last step of the request."""
     is_deferred = out.rerouting is None
+    if is_deferred and not out.defers_experts:
+        return None
     counts = out.rerouting or ReroutingCounts(rerouted_slots=0, dropped_slots=0)
     return {
         "mode": "defer" if is_deferred else "reroute",

@@ -1,7 +1,7 @@
 """Fields of a call that are given for each prompt: a list with one value a prompt, as SGLang's clients send them."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 from routed_experts.core.error_text import short_repr
@@ -30,10 +30,27 @@ _OF_ROWS = (
 )
 
 
-def split_by_prompt(request: GenerateReqInput, num_prompts: int, *, is_batch: bool) -> list[GenerateReqInput]:
-    """The call as each of its prompts sees it, without lists in the fields of PER_PROMPT. `is_batch`: prompts are a
-    list, too. Raises InvalidRequestError for a list of another length, or beside a single prompt, and for a request id
-    that occurs twice."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PromptCalls:
+    """A call as each of its prompts sees it: `calls`, without lists in the fields of PER_PROMPT. `lists`: the fields
+    that had a value for each; `prompt_field`: the field of the prompts."""
+
+    calls: Sequence[GenerateReqInput]
+    lists: frozenset[str]
+    prompt_field: str
+
+    def error_at(
+        self, error: InvalidRequestError, index: int, own_fields: Collection[str | None] = ()
+    ) -> InvalidRequestError:
+        """The error with the index of the prompt, where it is one of several and the error is about this prompt, or
+        about a field that has a value for each. `own_fields`: other fields of this prompt alone."""
+        is_own = error.is_of_prompt or error.param in self.lists or error.param in own_fields
+        return error.at_prompt(index, self.prompt_field) if is_own and len(self.calls) > 1 else error
+
+
+def split_by_prompt(request: GenerateReqInput, num_prompts: int, *, is_batch: bool) -> PromptCalls:
+    """Split a call by its prompts. `is_batch`: prompts are a list, too. Raises InvalidRequestError for a list of
+    another length, or beside a single prompt, and for a request id that occurs twice."""
     lists: dict[str, Sequence[Any]] = {}
     for name in PER_PROMPT:
         value = getattr(request, name)
@@ -53,15 +70,17 @@ def split_by_prompt(request: GenerateReqInput, num_prompts: int, *, is_batch: bo
             )
             raise InvalidRequestError(f"{text}a list of them for each", param="token_ids_logprob")
         lists["token_ids_logprob"] = given
+    prompt_field = "prompt" if request.text is not None else "input_ids"
     if not lists:
-        return [request] * num_prompts
+        return PromptCalls(calls=[request] * num_prompts, lists=frozenset(), prompt_field=prompt_field)
     ids = list(lists.get("rid", ()))
     repeated = next((rid for index, rid in enumerate(ids) if rid in ids[:index]), None)
     if repeated is not None:
         text = f"Duplicate request ID: {PARAM} has {repeated!r} twice; give every prompt an id of its own"
         raise InvalidRequestError(text, param="rid", code="duplicate_request_id")
     own = [{name: values[index] for name, values in lists.items()} for index in range(num_prompts)]
-    return [_of_prompt(request, fields) for fields in own]
+    calls = [_of_prompt(request, fields) for fields in own]
+    return PromptCalls(calls=calls, lists=frozenset(lists), prompt_field=prompt_field)
 
 
 def _of_prompt(request: GenerateReqInput, own: dict[str, Any]) -> GenerateReqInput:

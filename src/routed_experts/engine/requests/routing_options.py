@@ -35,6 +35,7 @@ class RoutingDefaults:
 
 
 SGLANG_DEFAULTS = RoutingDefaults()
+_OWN_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
 def resolve_routing_options(
@@ -44,14 +45,15 @@ def resolve_routing_options(
     prompt_len: int,
     capture: CaptureSpec | None,
     defaults: RoutingDefaults = SGLANG_DEFAULTS,
+    names: Mapping[str, str] = _OWN_NAMES,
 ) -> RoutingOptions:
-    """Resolve the routing options of a request to an engine that records `capture`. Raises InvalidRequestError naming
-    the field, or CaptureDisabledError."""
+    """Resolve the routing options of a request to an engine that records `capture`. `names`: of sampling parameters as
+    they were sent. Raises InvalidRequestError naming the field, or CaptureDisabledError."""
     enabled = _merge_field("return_routed_experts", request.return_routed_experts, params.return_routed_experts)
     weights = _merge_field(
         "return_routed_experts_weights", request.return_routed_experts_weights, params.return_routed_experts_weights
     )
-    start_param, start = _start_len(request)
+    start_param, start = _start_len(request, names)
     start = _merge_field(start_param, start, params.routed_experts_start_len)
     form = _merge_field("routed_experts_format", request.routed_experts_format, params.routed_experts_format)
     layers = _merge_field("routed_experts_layers", request.routed_experts_layers, params.routed_experts_layers)
@@ -100,8 +102,9 @@ def resolve_routing_options(
     )
 
 
-def _start_len(request: GenerateReqInput) -> tuple[str, object]:
-    """The name that a request has for the start of the rows, and the start."""
+def _start_len(request: GenerateReqInput, names: Mapping[str, str]) -> tuple[str, object]:
+    """The name that a request has for the start of the rows, beside its sampling parameters or else in them, and the
+    start beside them."""
     start, alias = request.routed_experts_start_len, request.routed_experts_prompt_start
     if start is not None and alias is not None and start != alias:
         text = (
@@ -111,7 +114,8 @@ def _start_len(request: GenerateReqInput) -> tuple[str, object]:
         raise InvalidRequestError(text, param="routed_experts_start_len", code="conflicting_parameters")
     if start is None and alias is not None:
         return "routed_experts_prompt_start", alias
-    return "routed_experts_start_len", start
+    name = "routed_experts_start_len"
+    return (name if start is not None else names.get(name, name)), start
 
 
 def _checked_start(param: str, start: object, prompt_len: int) -> int:
@@ -121,7 +125,7 @@ def _checked_start(param: str, start: object, prompt_len: int) -> int:
         if isinstance(start, int) and start > prompt_len:
             text = f"is higher than the number of input tokens: it {text}"
         text = f"{param}={short_repr(start)} {text}"
-        raise InvalidRequestError(text, param=param, code="invalid_start")
+        raise InvalidRequestError(text, param=param, code="invalid_start", depends_on_prompt=True)
     return start
 
 

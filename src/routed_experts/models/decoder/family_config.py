@@ -25,6 +25,7 @@ from routed_experts.models.decoder.layer_parts import CheckpointScope
 from routed_experts.models.decoder.short_convolution import ShortConvolution
 
 _LONGEST_PATTERN = 8
+MAX_NEXTN_LAYERS = 64  # layers that predict further tokens, as a config may count them
 
 INPUT_NORMS = ("input_norm", "post_norm")
 OUTPUT_NORMS = ("mixer_norm", "feed_norm")
@@ -75,9 +76,6 @@ class LayerSpec:
         if self.scaled:
             norms.append(ParamSpec(name="stream_scale", shape=(1,), fill=1.0))
         return tuple(coded_specs((*norms, *self.mixer.weights(hidden), *self.feed.weights(hidden)), self.coded))
-
-
-MOST_PREDICTING = 64  # layers that predict further tokens, as a config may count them
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from routed_experts.models.decoder.layer_parts import CheckpointScope
 from routed_experts.models.drafts.llama_layer import LlamaLayer, layer_context, read_llama_layer
 
 _INPUT_NORM = "input_layernorm"
-_MOST_LAYERS = 64  # of a head; those that are published have one
+_MAX_LAYERS = 64  # of a head; those that are published have one
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,7 @@ def read_eagle(reader: ConfigReader) -> EagleConfig:
     """Read config.json. A CheckpointError names what is missing or not served."""
     first = read_llama_layer(reader, input_norms=(), doubled=False)
     other = dataclasses.replace(first, input_norms=((_INPUT_NORM, _INPUT_NORM),))
-    count = reader.int("num_hidden_layers", minimum=1, maximum=_MOST_LAYERS, default=1)
+    count = reader.int("num_hidden_layers", minimum=1, maximum=_MAX_LAYERS, default=1)
     return EagleConfig(
         layers=(first, *[other] * (count - 1)),
         vocab_size=reader.int("vocab_size", minimum=1),

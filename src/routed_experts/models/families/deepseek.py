@@ -8,7 +8,7 @@ from collections.abc import Collection
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.models.base.config_reader import ConfigReader
 from routed_experts.models.base.rotary_reader import Rotary, read_rotary
-from routed_experts.models.decoder.family_config import MOST_PREDICTING, FamilyConfig, LayerSpec, PredictorSpec
+from routed_experts.models.decoder.family_config import MAX_NEXTN_LAYERS, FamilyConfig, LayerSpec, PredictorSpec
 from routed_experts.models.decoder.feed_forward import Dense, Sparse
 from routed_experts.models.decoder.latent_attention import LatentAttention
 from routed_experts.models.families.common_config import Sizes, read_experts, read_sizes, refuse
@@ -86,7 +86,7 @@ def read_interleaved(reader: ConfigReader) -> bool:
 
 def num_predicting(reader: ConfigReader) -> int:
     """Layers that predict further tokens; they come after the last one and are not run."""
-    return reader.int("num_nextn_predict_layers", minimum=0, maximum=MOST_PREDICTING, default=0)
+    return reader.int("num_nextn_predict_layers", minimum=0, maximum=MAX_NEXTN_LAYERS, default=0)
 
 
 def predicting(

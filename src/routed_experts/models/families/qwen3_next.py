@@ -11,7 +11,7 @@ from routed_experts.models.base.config_reader import ConfigReader
 from routed_experts.models.base.rotary_reader import read_rotary
 from routed_experts.models.decoder.delta_attention import DeltaAttention
 from routed_experts.models.decoder.expert_names import ExpertNames
-from routed_experts.models.decoder.family_config import MOST_PREDICTING, FamilyConfig, LayerSpec, PredictorSpec
+from routed_experts.models.decoder.family_config import MAX_NEXTN_LAYERS, FamilyConfig, LayerSpec, PredictorSpec
 from routed_experts.models.decoder.feed_forward import Dense, Sparse
 from routed_experts.models.families.common_config import Sizes, read_experts, read_sizes, refuse
 from routed_experts.models.families.qwen2_moe import moe_layers
@@ -71,7 +71,7 @@ def _decoder(reader: ConfigReader, *, layout: str) -> FamilyConfig:
 
 def _predictor(reader: ConfigReader, layer: LayerSpec) -> PredictorSpec | None:
     """Qwen3-Next does not say that it has one. Several layers share all that is around them."""
-    count = reader.int("mtp_num_hidden_layers", minimum=0, maximum=MOST_PREDICTING, default=1)
+    count = reader.int("mtp_num_hidden_layers", minimum=0, maximum=MAX_NEXTN_LAYERS, default=1)
     dedicated = reader.bool("mtp_use_dedicated_embeddings", default=False)
     if not count:
         return None

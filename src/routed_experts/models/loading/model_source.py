@@ -6,6 +6,7 @@ index is whole."""
 
 import dataclasses
 import errno
+import os
 import re
 from importlib.resources import files
 from pathlib import Path
@@ -35,9 +36,9 @@ def demo_head_path() -> Path:
     return demo_model_path() / "draft_head"
 
 
-def draft_folder_path(path: str) -> Path:
+def draft_folder_path(path: str | os.PathLike[str]) -> Path:
     """The folder of a draft head: a path, or `demo`, the head of the demo model."""
-    return demo_head_path() if path == DEMO and not is_folder(path) else Path(path)
+    return demo_head_path() if os.fspath(path) == DEMO and not is_folder(path) else Path(path)
 
 
 def local_folder(model: str) -> Path | None:

@@ -9,11 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from routed_experts.core.error_text import short_repr
-from routed_experts.core.errors import PARAM, CheckpointError, InvalidRequestError, WeightsMismatchError
+from routed_experts.core.errors import PARAM, CheckpointError, InvalidRequestError, WeightsMismatchError, field_names
 from routed_experts.core.weight_version import WeightVersion, to_label
 from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.server.body import json_response, read_body
-from routed_experts.server.errors import ApiError, field_names
+from routed_experts.server.errors import ApiError
 from routed_experts.server.generation_handler import to_seed
 from routed_experts.server.protocol import (
     AbortRequest,

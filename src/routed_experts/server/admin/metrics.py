@@ -75,9 +75,11 @@ class Metrics:
         self._violations = counter("invariant_violations", "Violated invariants by name", "name")
         self._stalls = counter("watchdog_trips", "Stalls: requests ran and no step ended for --stall-timeout")
         self._queue = seconds("request_queue_time_seconds", "Time from acceptance by the engine to the first step")
-        self._first = seconds("time_to_first_token_seconds", "Time from arrival to the first token")
+        first = "Time from arrival to the first token, of streamed requests alone"
+        self._first = seconds("time_to_first_token_seconds", first)
         self._total = seconds("e2e_request_latency_seconds", "Time from arrival to the end")
-        self._between = seconds("inter_token_latency_seconds", "Mean time between the tokens of one request")
+        between = "Mean time between the tokens of one request, of streamed requests alone"
+        self._between = seconds("inter_token_latency_seconds", between)
 
     def watch(self, engine: AsyncEngine, store: RoutingStore) -> None:
         """Add the engine's own counts."""
@@ -152,7 +154,11 @@ class _EngineCollector(Collector):
         finished = {outcome: stats.finished.get(outcome, 0) for outcome in _OUTCOMES}
         yield _by_label(CounterMetricFamily, "requests_finished", "Finished sequences", "outcome", finished)
         yield from _counters(
-            ("preemptions", "Requests sent back to the queue", stats.preemptions),
+            (
+                "preemptions",
+                "Requests sent back to the queue: pages ran out, or for a pause, a flush or a release of memory",
+                stats.preemptions,
+            ),
             ("weight_updates", "Updates of the weights or of their label; rows have this count", stats.update_count),
             ("capture_rows", "Recorded rows", stats.capture_rows),
             ("capture_missing_rows", "Requests that failed because a row was missing", stats.capture_missing_rows),

@@ -230,7 +230,7 @@ async def read_options(request: Request, kind: type[_Body], server: ServerState)
     merged: dict[str, object] = {}
     for name, in_body in msgspec.structs.asdict(body).items():
         in_query = _QUERY_READERS.get(name, _read_bool)(request, name)
-        if in_query is not None and in_body is not None and in_query != in_body:
+        if in_query is not None and in_body is not None and _to_comparable(in_query) != _to_comparable(in_body):
             text = f"{name}={short_repr(in_query)} in the query, but {short_repr(in_body)} in the body; send it once"
             raise InvalidRequestError(text, param=name, code="conflicting_parameters")
         merged[name] = in_body if in_query is None else in_query
@@ -241,9 +241,9 @@ def _read_text(request: Request, name: str) -> str | None:
     return request.query_params.get(name)
 
 
-def _read_level(request: Request, name: str) -> int | str | None:
-    text = request.query_params.get(name)
-    return int(text) if text is not None and text in _LEVELS else text
+def _to_comparable(value: object) -> object:
+    """A number as its text, which a query has for both; any other value as it is."""
+    return str(value) if type(value) is int else value
 
 
 def _read_list(request: Request, name: str) -> list[str] | None:
@@ -255,7 +255,7 @@ def _read_bool(request: Request, name: str) -> bool | None:
 
 
 _QUERY_READERS: Mapping[str, Callable[[Request, str], object]] = MappingProxyType(
-    {"mode": _read_text, "level": _read_level, "tags": _read_list}
+    {"mode": _read_text, "level": _read_text, "tags": _read_list}
 )
 
 

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from routed_experts.core.error_text import short_repr
-from routed_experts.core.errors import InvalidRequestError
+from routed_experts.core.errors import InvalidRequestError, field_names
 from routed_experts.core.extra_key import combine_keys
 from routed_experts.core.grammar_spec import GrammarSpec
 from routed_experts.core.io_struct import GenerateReqInput
@@ -19,7 +19,7 @@ from routed_experts.server.anthropic.message_blocks import MessageWriter
 from routed_experts.server.body import ParsedBody, ignored_params_header, json_response, read_body
 from routed_experts.server.chat_handler import ChatHandler
 from routed_experts.server.chat_prompt import ChatPrompt, build_prompt
-from routed_experts.server.errors import ApiError, ErrorResponse, field_names, to_anthropic
+from routed_experts.server.errors import ApiError, ErrorResponse, to_anthropic
 from routed_experts.server.executors import run_in_thread_if_large
 from routed_experts.server.forced_calls import forced_call_grammar
 from routed_experts.server.generation_handler import CallOptions, to_seed
@@ -41,8 +41,7 @@ from routed_experts.server.tools import ToolChoice, ToolOptions, check_tools
 
 # The fields of this route by the engine's parameters, for errors.
 _FIELDS = MappingProxyType(
-    dict.fromkeys(("prompt", "text", "input_ids"), "messages")
-    | {"max_new_tokens": "max_tokens", "stop": "stop_sequences", "rid": "request_id"}
+    dict.fromkeys(("prompt", "text", "input_ids"), "messages") | {"stop": "stop_sequences", "rid": "request_id"}
 )
 _SAMPLING_FIELDS = "temperature top_p top_k min_p ignore_eos max_tokens".split()
 _UNUSED = ("metadata", "service_tier")  # fields without effect

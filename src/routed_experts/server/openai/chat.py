@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from routed_experts.core.error_text import short_repr
-from routed_experts.core.errors import InvalidRequestError
+from routed_experts.core.errors import InvalidRequestError, field_names
 from routed_experts.core.extra_key import combine_keys
 from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.core.sampling_params import SamplingParams
@@ -16,7 +16,6 @@ from routed_experts.parsing import Delta as ParsedDelta
 from routed_experts.server.body import read_body
 from routed_experts.server.chat_prompt import ChatPrompt, ParsedResponse, build_prompt, new_call_id
 from routed_experts.server.chat_template import template_scalars, to_text
-from routed_experts.server.errors import field_names
 from routed_experts.server.executors import run_in_thread_if_large
 from routed_experts.server.forced_calls import forced_call_grammar
 from routed_experts.server.limits import ServerSettings
@@ -304,7 +303,6 @@ def _fields(chat: ChatRequest) -> dict[str, str]:
     prompt = dict.fromkeys(("prompt", "text", "input_ids"), "messages")
     return {
         **prompt,
-        "max_new_tokens": length,
         "max_tokens": length,
         "rid": "request_id",
         "token_ids_logprob": "logprob_token_ids",

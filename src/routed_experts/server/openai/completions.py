@@ -7,11 +7,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from routed_experts.core.error_text import short_repr
-from routed_experts.core.errors import InvalidRequestError
+from routed_experts.core.errors import InvalidRequestError, field_names
 from routed_experts.core.extra_key import combine_keys
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from routed_experts.server.body import read_body
-from routed_experts.server.errors import ApiError, field_names
+from routed_experts.server.errors import ApiError
 from routed_experts.server.executors import run_in_thread_if_large
 from routed_experts.server.openai.handler import (
     MAX_LOGPROBS,
@@ -33,7 +33,6 @@ DEFAULT_MAX_TOKENS = 16
 # The fields of this route by the engine's parameters, for errors.
 _FIELDS = MappingProxyType(
     {
-        "max_new_tokens": "max_tokens",
         "input_ids": "prompt",
         "text": "prompt",
         "rid": "request_id",

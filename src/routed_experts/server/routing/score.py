@@ -17,6 +17,7 @@ from routed_experts.core.errors import (
     InvalidRequestError,
     RoutingAlignmentError,
     RoutingFormatError,
+    field_names,
 )
 from routed_experts.core.io_struct import GenerateReqInput, RoutingOptions
 from routed_experts.core.routed_experts import RoutedExperts
@@ -25,7 +26,6 @@ from routed_experts.engine.control.score import ScoreOutput
 from routed_experts.engine.requests.routing_options import resolve_routing_options
 from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.server.body import ParsedBody, ignored_params_header, json_response, read_body
-from routed_experts.server.errors import field_names
 from routed_experts.server.executors import run_in_thread_if_large
 from routed_experts.server.limits import MAX_SCORED_SEQUENCES, MAX_SCORED_TOKENS, SCORE_CHUNK_TOKENS
 from routed_experts.server.middleware import request_owner, resolve_request_id
@@ -57,10 +57,10 @@ async def score(request: Request, server: ServerState) -> Response:
         raise InvalidRequestError(text, param="token_ids" if fields.query is None else "query")
     if fields.query is not None:
         return await _score_labels(request, server, body)
-    given = next((name for name in _OF_LABELS if getattr(fields, name)), None)
-    if given is not None:
-        text = f"{given} is of query, items and label_token_ids, and token_ids is given; leave one of them out"
-        raise InvalidRequestError(text, param=given)
+    unexpected = next((name for name in _OF_LABELS if getattr(fields, name)), None)
+    if unexpected is not None:
+        text = f"{unexpected} is of query, items and label_token_ids, and token_ids is given; leave one of them out"
+        raise InvalidRequestError(text, param=unexpected)
     request_id = resolve_request_id(request, fields.request_id, prefix="score-")
     server.metrics.ignored(body.ignored)
     sequences = _sequences(fields)
@@ -153,10 +153,10 @@ def _check_label_fields(fields: ScoreRequest, labels: Sequence[int], vocab_size:
     if unknown is not None:
         text = f"label_token_ids holds {unknown}, which is out of vocabulary: ids are 0..{vocab_size - 1}"
         raise InvalidRequestError(text[:200], param="label_token_ids")
-    given = next((name for name in _OF_ROWS if getattr(fields, name)), None)
-    if given is not None:
-        text = f"{given} needs token_ids: query and items have no rows; leave it out"
-        raise InvalidRequestError(text, param=given)
+    unexpected = next((name for name in _OF_ROWS if getattr(fields, name)), None)
+    if unexpected is not None:
+        text = f"{unexpected} needs token_ids: query and items have no rows; leave it out"
+        raise InvalidRequestError(text, param=unexpected)
 
 
 def _label_prompts(server: ServerState, fields: ScoreRequest) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """POST /generate, in SGLang's form: text is cumulative in streams, unless --incremental-streaming-output is set, and
 meta_info has everything else."""
 
+import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import MappingProxyType
 from typing import cast
@@ -10,14 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from routed_experts.core.error_text import short_repr
-from routed_experts.core.errors import InvalidRequestError
+from routed_experts.core.errors import InvalidRequestError, field_names, prompt_index
 from routed_experts.core.extra_key import combine_keys
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.engine.requests.sglang_output import OUTPUT_LOGPROBS, sglang_output
 from routed_experts.formats.wire import encode_ref
 from routed_experts.server.body import ignored_params_header, json_response, read_body
-from routed_experts.server.errors import field_names
 from routed_experts.server.generation_handler import CallOptions, GenerationHandler, to_seed
 from routed_experts.server.middleware import request_owner, resolve_request_id
 from routed_experts.server.protocol import GenerateRequest
@@ -147,16 +147,12 @@ def _with_routing(call: GenerateRequest) -> GenerateRequest:
     must agree."""
     moved: dict[str, object] = {}
     rest = list[dict[str, object]]()
-    for sampling in _as_list(call.sampling_params):
+    for index, sampling in enumerate(_as_list(call.sampling_params)):
         for name in _ROUTING_OF_SAMPLING:
             if (value := sampling.get(name)) is None:
                 continue
-            if not isinstance(value, bool):
-                raise InvalidRequestError(f"{name}={short_repr(value)} must be true or false", param=name)
-            outer = moved.get(name, getattr(call, name))
-            if outer is not None and outer != value:
-                text = f"{name}={short_repr(outer)}, but sampling_params have {short_repr(value)}; send it once"
-                raise InvalidRequestError(text, param=name, code="conflicting_parameters")
+            with _own_params(call, index):
+                _check_agrees(name, value, moved.get(name, getattr(call, name)))
             moved[name] = value
         rest.append({name: value for name, value in sampling.items() if name not in _ROUTING_OF_SAMPLING})
     if not moved:
@@ -166,11 +162,35 @@ def _with_routing(call: GenerateRequest) -> GenerateRequest:
     )
 
 
+def _check_agrees(name: str, value: object, outer: object) -> None:
+    """Raise InvalidRequestError for a switch of the sampling parameters that is none, or that differs from `outer`."""
+    if not isinstance(value, bool):
+        raise InvalidRequestError(f"{name}={short_repr(value)} must be true or false", param=name)
+    if outer is not None and outer != value:
+        text = f"{name}={short_repr(outer)}, but sampling_params have {short_repr(value)}; send it once"
+        raise InvalidRequestError(text, param=name, code="conflicting_parameters")
+
+
+def _own_params(call: GenerateRequest, index: int) -> contextlib.AbstractContextManager[None]:
+    """Name a prompt in an InvalidRequestError about its sampling parameters, where each prompt has its own."""
+    params = call.sampling_params
+    is_own = isinstance(params, list) and len(params) > 1
+    return prompt_index(index if is_own else None, _prompt_field(call))
+
+
+def _prompt_field(call: GenerateRequest) -> str:
+    return "input_ids" if call.text is None else "text"
+
+
 def _extra_key(call: GenerateRequest) -> str | list[str | None] | None:
     """The key of all prompts, or of each: vLLM's cache_salt is of all of them."""
-    if isinstance(call.extra_key, list):
-        return [combine_keys(key, call.cache_salt) for key in call.extra_key]
-    return combine_keys(call.extra_key, call.cache_salt)
+    if not isinstance(call.extra_key, list):
+        return combine_keys(call.extra_key, call.cache_salt)
+    keys = list[str | None]()
+    for index, key in enumerate(call.extra_key):
+        with prompt_index(index if len(call.extra_key) > 1 else None, _prompt_field(call)):
+            keys.append(combine_keys(key, call.cache_salt))
+    return keys
 
 
 def _as_list(params: Mapping[str, object] | Sequence[Mapping[str, object]] | None) -> list[Mapping[str, object]]:
@@ -184,12 +204,13 @@ def _sampling(call: GenerateRequest) -> tuple[list[dict[str, object]], list[str]
     """Return the sampling parameters, one dict or one a prompt, and the names of those without effect, which are left
     out."""
     ignored, params = list[str](), list[dict[str, object]]()
-    for fields in _as_list(call.sampling_params):
+    for index, fields in enumerate(_as_list(call.sampling_params)):
         own = [name for name, value in fields.items() if name in _IGNORED_SAMPLING or _is_empty_constraint(name, value)]
         sampling = {name: value for name, value in fields.items() if value is not None and name not in own}
         for name in ("seed", "sampling_seed"):
             if isinstance(value := sampling.get(name), int):
-                sampling[name] = to_seed(value)
+                with _own_params(call, index):
+                    sampling[name] = to_seed(value, name)
         ignored += [name for name in own if name not in ignored]
         params.append(sampling)
     return params, ignored

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from routed_experts.core.error_text import short_repr
-from routed_experts.core.errors import InvalidRequestError
+from routed_experts.core.errors import InvalidRequestError, field_names
 from routed_experts.core.extra_key import combine_keys
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
@@ -33,7 +33,7 @@ from routed_experts.server.body import (
     read_body,
     with_numbers,
 )
-from routed_experts.server.errors import ApiError, field_names
+from routed_experts.server.errors import ApiError
 from routed_experts.server.generation_handler import CallOptions, GenerationHandler, to_seed, usage_in_stream
 from routed_experts.server.limits import ServerSettings
 from routed_experts.server.middleware import request_owner, resolve_request_id
@@ -97,10 +97,8 @@ async def _respond(
     ignored = [*body.ignored, *ignored_sampling]
     server.metrics.ignored(ignored)
     include_usage, continuous_usage = usage_in_stream(server.settings, call.stream_options, stream=call.stream)
-    length = "max_new_tokens" if "max_new_tokens" in sampling else "max_tokens"
-    fields = {**_FIELDS, "max_new_tokens": length}
     request_id = resolve_request_id(request, call.request_id, prefix="generate-")
-    with field_names(fields):
+    with field_names(_FIELDS):
         inputs = GenerateReqInput(
             input_ids=call.token_ids,
             sampling_params=sampling,
@@ -125,7 +123,7 @@ async def _respond(
         TokensOptions(
             request_id=request_id,
             owner=request_owner(request),
-            fields=fields,
+            fields=_FIELDS,
             headers=ignored_params_header(ignored),
             logprobs=resolved.logprobs,
             prompt_logprobs=resolved.prompt_logprobs,

@@ -5,10 +5,9 @@ from typing import cast
 from starlette.requests import Request
 from starlette.responses import Response
 
-from routed_experts.core.errors import InvalidRequestError
+from routed_experts.core.errors import InvalidRequestError, field_names
 from routed_experts.server.body import ignored_params_header, json_response, read_body
 from routed_experts.server.chat_template import render
-from routed_experts.server.errors import field_names
 from routed_experts.server.executors import run_in_thread_if_large
 from routed_experts.server.protocol import DetokenizeRequest, TokenizeRequest
 from routed_experts.server.state import ServerState
