@@ -113,10 +113,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without a GPU the tests marked `gpu` are deselected, and the summary reports it; so are those marked `thorough`
-    without the option. Long files that would be last are first: at the end of a run all processes have work."""
+    without the option. With it, tests that run more often in a thorough run are marked, too. Long files that would be
+    last are first: at the end of a run all processes have work."""
     items.sort(key=lambda item: item.path not in LONG_FILES)  # a stable sort
+    if config.getoption("thorough"):
+        for item in items:
+            if "is_thorough" in getattr(item, "fixturenames", ()):
+                item.add_marker("thorough")
     if on_gpu():
         return
     left_out = {"gpu"} if config.getoption("thorough") else {"gpu", "thorough"}
@@ -133,6 +139,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(
             "tests/integrations (tests marked tunix): not collected; scripts/tunix runs them, with Tunix"
         )
+    if not config.getoption("thorough"):
+        terminalreporter.write_line("tests marked thorough: deselected; scripts/thorough runs them")
     if not on_gpu():
         platform = os.environ["JAX_PLATFORMS"]
         terminalreporter.write_line(

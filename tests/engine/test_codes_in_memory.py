@@ -124,9 +124,9 @@ def test_codes_answer_as_their_numbers(tmp_path, family):
 
 
 @pytest.mark.parametrize("form", forms())
-def test_every_form_of_e4m3_and_symmetric_int4_stay_codes_and_no_other(tmp_path, form):
-    written = write(tmp_path, "Qwen3-MoE", form)
-    model = inspect_model(ServerArgs(model_path=str(written.quantized), dtype="float32", moe_backend="tiled"))
+def test_every_form_of_e4m3_and_symmetric_int4_stay_codes_and_no_other(qwen, tmp_path, form):
+    quantize_folder(qwen.oracle.folder, tmp_path / "small", tmp_path / "copy", forms()[form])
+    model = inspect_model(ServerArgs(model_path=str(tmp_path / "small"), dtype="float32", moe_backend="tiled"))
     is_coded = form.startswith(("fp8", "float")) or form == "int4"
     assert ("served as codes" in model.memory_plan[0]) == is_coded, model.memory_plan[0]
 
@@ -290,7 +290,7 @@ def test_scores_of_shards_of_codes_are_those_of_a_sharded_trainer(qwen, ep_size)
 
 
 @pytest.mark.devices(4)
-def test_placed_experts_of_codes_move_and_change_no_value(qwen, codes):
+def test_placed_experts_of_codes_move_and_change_no_value(qwen):
     identity = ExpertPlacement.identity(1, 16, 2)
     moved = rebalance(np.random.default_rng(5).gamma(0.5, size=(1, 16)), num_instances=16, num_devices=2)
     assert not np.array_equal(moved.physical_to_logical_map, identity.physical_to_logical_map)
@@ -443,9 +443,14 @@ def test_updates_from_disk_of_codes_of_4_bits(halves, tmp_path):
 
 
 @pytest.mark.devices(4)
-@pytest.mark.parametrize("ep_size", [1, rarely(2)])
+@pytest.mark.parametrize(
+    ("halves", "ep_size"),
+    [rarely("Kimi-K2", 1), rarely("Kimi-K2", 2), (GPT_OSS, 1), rarely(GPT_OSS, 2)],
+    indirect=["halves"],
+)
 def test_shards_of_codes_of_4_bits_answer_as_one_device(halves, ep_size):
-    """Width 160 over 2 devices is 80 each, in groups of 16."""
+    """Width 160 over 2 devices is 80 each, in groups of 16. Shards of experts in tensors of their own, as those of
+    Kimi-K2 are: test_shards_of_codes_answer_as_shards_of_numbers."""
     written, _, expected = halves
     with Engine(str(written.quantized), tp_size=2, ep_size=ep_size, **ARRAY_CODE) as engine:
         assert of_codes(engine)

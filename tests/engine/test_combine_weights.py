@@ -110,9 +110,9 @@ def test_a_start_choices_and_streamed_deltas_are_cuts_of_the_whole(engine, rollo
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_dtype_is_that_of_the_engine_and_rounds_once(engine_factory, rollout, dtype):
+def test_the_dtype_is_that_of_the_engine_and_rounds_once(tiny_checkpoint, rollout, dtype):
     tokens, record, _ = rollout
-    with engine_factory(**WEIGHTS, routed_experts_weights_dtype=dtype) as engine:
+    with lazy_compilation(), open_engine(tiny_checkpoint, **WEIGHTS, routed_experts_weights_dtype=dtype) as engine:
         answer = engine.generate(input_ids=tokens[:30], sampling_params=SAMPLED, **ASKED)
         assert answer["output_ids"] == tokens[30:]
         read = record_from_meta_info(answer)

@@ -281,7 +281,8 @@ SAMPLING = [
 def engines(qwen3):
     """A whole engine on one device, and one on two."""
     args = dict(skip_tokenizer_init=True, enable_return_routed_experts=True, **SIZES)
-    return [Engine(str(qwen3.folder), tp_size=tp, **args) for tp in (1, 2)]
+    with lazy_compile.lazy_compilation():
+        return [Engine(str(qwen3.folder), tp_size=tp, **args) for tp in (1, 2)]
 
 
 def generate_all(engine, prompts):

@@ -4,6 +4,7 @@ joined steps, and of an engine without drafts, whatever happens between two step
 The draft model is the target with noise on its head: it is right often, and seldom all the way."""
 
 import contextlib
+import functools
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from routed_experts.engine.loop.core import PauseMode
 from routed_experts.execution.draft_chain import CHAIN_MODES
 from routed_experts.speculation.drafter import Draft
 from support.fast_compile import fast_compilation
+from support.lazy_compile import lazy_compilation
 from support.small_qwen3_moe import V, write_target
 
 NUM_DRAFTS = 3
@@ -145,9 +147,15 @@ def served(request, folders, is_thorough):
     """The loop of an engine with drafts, and the answers of one without. Both run programs that are compiled without
     optimisations; in scripts/thorough the first two run those that are shipped."""
     is_fast = not is_thorough or request.param in ("few pages", "programs by mode")
-    with fast_compilation() if is_fast else contextlib.nullcontext(), pytest.MonkeyPatch.context() as patch:
-        plain = Run(build_engine(args(folders[0])).core).play(patch)
-        yield draft_core(request.param, folders), plain
+    with fast_compilation() if is_fast else contextlib.nullcontext():
+        yield draft_core(request.param, folders), answers_without_drafts(folders[0], is_fast)
+
+
+@functools.cache
+def answers_without_drafts(folder, is_fast):
+    """Of an engine whose programs are compiled as those that it is compared with."""
+    with lazy_compilation(), pytest.MonkeyPatch.context() as patch:
+        return Run(build_engine(args(folder)).core).play(patch)
 
 
 def draft_core(name, folders):
@@ -155,11 +163,11 @@ def draft_core(name, folders):
     speculative = SpeculativeConfig(
         algorithm="STANDALONE", draft_model_path=str(folders[1]), num_steps=NUM_DRAFTS, adaptive=False
     )
-    with pytest.MonkeyPatch.context() as patch:
+    with lazy_compilation(), pytest.MonkeyPatch.context() as patch:
         if name == "programs by mode":
             patch.setattr(draft_model, "HOST_BRANCHES", ("cpu",))
         core = build_engine(args(folders[0], **options.get(name, {})), speculative=speculative).core
-    modes = {key[3] for key in core.runner._programs if key[0] == "draft" and key[2]}
+    modes = {key[3] for key in core.runner._programs.jobs if key[0] == "draft" and key[2]}
     assert modes == (set(CHAIN_MODES) if name == "programs by mode" else {None})
     return core
 

@@ -28,6 +28,7 @@ from routed_experts import ConfigError, Engine, ExpertOffloadConfig, ResidencyMa
 from routed_experts.engine.control import expert_offload
 from support.engines import assert_nothing_allocated
 from support.family_folders import write_family
+from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -43,7 +44,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undivided(folder):
-    with Engine(folder, **SIZES) as engine:
+    with lazy_compilation(), Engine(folder, **SIZES) as engine:
         return ask(engine)
 
 
@@ -105,11 +106,11 @@ def test_residents_change_between_streaming_steps(engine, undivided):
 def test_scores_are_those_of_an_undivided_engine(folder):
     """Live, on other routes, and while residents change; requests go on beside it."""
     prompts = [PROMPTS[0], PROMPTS[1]]
-    with Engine(folder, **SIZES) as whole:
+    with lazy_compilation(), Engine(folder, **SIZES) as whole:
         live = whole.score(prompts)
         drifted = [dataclasses.replace(out.routed_experts, ids=(out.routed_experts.ids + 1) % EXPERTS) for out in live]
         forced = whole.score(prompts, routed=drifted)
-    with Engine(folder, experts=ExpertOffloadConfig(kt_num_gpu_experts=2), **SIZES) as engine:
+    with lazy_compilation(), Engine(folder, experts=ExpertOffloadConfig(kt_num_gpu_experts=2), **SIZES) as engine:
         swapped = 0
         for seed in range(3):
             answer = engine.generate(input_ids=PROMPTS[1], sampling_params={"temperature": 0.0}, max_new_tokens=4)
@@ -152,7 +153,7 @@ def test_deferral_changes_decode_steps_alone_and_is_reported(folder, undivided):
         engine.flush_cache()
         assert [answer["output_ids"] for answer in ask(engine)] == [answer["output_ids"] for answer in answers]
         score = engine.score(PROMPTS[0])
-    with Engine(folder, **SIZES) as whole:
+    with lazy_compilation(), Engine(folder, **SIZES) as whole:
         expected_first = [ask_first(whole, prompt) for prompt in prompts]
     for (logprob, fields), (expected, no_fields) in zip(first, expected_first, strict=True):
         np.testing.assert_allclose(logprob, expected, atol=1e-5, rtol=0)
@@ -208,7 +209,7 @@ def test_outputs_name_the_residents_that_their_last_step_ran_with(folder):
     maps = [ResidencyMap.from_experts(ids, num_experts=EXPERTS, epoch=7 + index) for index, ids in enumerate(experts)]
     epochs = {resident_bytes(residency.slot_of): residency.epoch for residency in maps}
     fields = {"kt_num_gpu_experts": 2, "kt_max_deferred_experts_per_token": 1}
-    with offload_engine(folder, **fields) as engine:
+    with lazy_compilation(), offload_engine(folder, **fields) as engine:
         core = engine.components.core
 
         def epochs_of_a_stream(after_output):
@@ -235,9 +236,9 @@ def test_weights_of_several_groups_of_moe_layers_are_updated(tmp_path):
     old, new = (write_family(tmp_path / str(seed), "qwen3-next", seed=seed) for seed in (0, 1))
     sizes = {name: value for name, value in SIZES.items() if name != "enable_return_routed_experts"}
     options = REQUEST_KWARGS | {"input_ids": PROMPTS[1], "return_routed_experts": False, "sampling_params": GREEDY}
-    with Engine(str(new), **sizes) as undivided:
+    with lazy_compilation(), Engine(str(new), **sizes) as undivided:
         expected = undivided.generate(**options)
-    with Engine(str(old), experts=ExpertOffloadConfig(kt_num_gpu_experts=1), **sizes) as engine:
+    with lazy_compilation(), Engine(str(old), experts=ExpertOffloadConfig(kt_num_gpu_experts=1), **sizes) as engine:
         assert len(engine.components.core.runner.tables) > 1
         before = engine.generate(**options)
         engine.update_weights_from_disk(new, version=1)
@@ -249,7 +250,7 @@ def test_weights_of_several_groups_of_moe_layers_are_updated(tmp_path):
 def test_the_start_log_names_where_experts_run(folder):
     phases = []
     experts = ExpertOffloadConfig(kt_num_gpu_experts=2, kt_cpuinfer=1)
-    with Engine(folder, experts=experts, on_phase=phases.append, **SIZES):
+    with lazy_compilation(), Engine(folder, experts=experts, on_phase=phases.append, **SIZES):
         (detail,) = (phase.detail for phase in phases if phase.name == "kernels")
     assert "4 of 6 experts of a layer on 1 threads of the host" in detail
 

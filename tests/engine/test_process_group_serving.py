@@ -111,8 +111,10 @@ def folder(tmp_path_factory):
     scope="module",
     params=[name if name == BITWISE else pytest.param(name, marks=pytest.mark.thorough) for name in MESHES],
 )
-def pair(request, folder, tmp_path_factory):
+def pair(request, folder, tmp_path_factory, is_thorough):
+    """In every run programs compile fast; in scripts/thorough BITWISE and whole experts have those that are shipped."""
     devices, engine, options = MESHES[request.param]
+    options = options if is_thorough else options | {"fast": True}
     taps = tmp_path_factory.mktemp("taps")
     if request.param == TAPPED:
         options = options | {"tap": str(taps / "RANK")}

@@ -27,7 +27,7 @@ from support.quantized_checkpoints import forms, quantize_folder
 from support.quantized_families import ENGINE, answers
 from support.tiny_checkpoint import write_tiny_checkpoint
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
+pytestmark = pytest.mark.usefixtures("fast_compilation", "lazy_compilation")
 
 ARRAY_CODE = dict(dtype="float32", moe_backend="tiled", attention_backend="paged", **ENGINE)
 CODED, PLAIN = "blocks.1.0.gate_up", "blocks.1.0.input_norm"  # of the layers behind the first one, in every engine

@@ -13,13 +13,7 @@ from jax._src import (
     compiler,
 )  # one process has one XLA_FLAGS, and JAX no public switch for the options of every program
 
-OPTIONS = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_parallel_codegen_split_count": 1,  # parts are compiled apart, which costs more than it gains
-}
-if jax.__version_info__ < (0, 11):  # the option is gone in JAX 0.11
-    OPTIONS["xla_cpu_use_fusion_emitters"] = False
+from support.xla_options import OPTIONS
 
 
 @contextlib.contextmanager

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import httpx
 
+from support.xla_options import FLAGS
+
 ROOT = Path(__file__).parents[2]
-FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 SIZES = ["--page-size", "4", "--max-total-tokens", "4096", "--precompile-bs-paddings", "16"]
 SIZES += ["--precompile-token-paddings", "64"]
 CACHE = tempfile.TemporaryDirectory(prefix="programs-")  # of this run: its engines compile the same programs
@@ -35,7 +36,7 @@ def environment(**more):
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}",
         "PYTHONUNBUFFERED": "1",
-        "XLA_FLAGS": FAST,
+        "XLA_FLAGS": FLAGS,
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": "0123456789abcdef" * 4,
         "RAY_USAGE_STATS_ENABLED": "0",

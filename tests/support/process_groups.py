@@ -14,11 +14,12 @@ import time
 from pathlib import Path
 
 from support.fork_server import fork_server
+from support.xla_options import FLAGS
 
 ROOT = Path(__file__).parents[2]
 FIRST_PORT, LAST_PORT = 20_000, 32_000  # below the range that the system gives to outgoing connections
 START_S, ANSWER_S = 240, 120
-FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+FAST = FLAGS
 SIZES = {
     "page_size": 4,
     "context_length": 128,
