@@ -138,7 +138,13 @@ def test_a_program_of_one_sampling_mode_has_no_branch(mode):
     assert branches == [0, DRAFTS]
 
 
-@pytest.mark.parametrize("mode", list(ForwardMode))
+@pytest.mark.parametrize(
+    "mode",
+    [
+        mode if mode is ForwardMode.TARGET_VERIFY else pytest.param(mode, marks=pytest.mark.thorough)
+        for mode in ForwardMode
+    ],
+)
 @pytest.mark.parametrize("chip", ["v5e", pytest.param("v6e", marks=pytest.mark.thorough)])
 def test_the_pool_of_the_draft_layers_is_updated_in_place(chip, mode):
     jobs, _, pool = draft_jobs(chip)

@@ -93,7 +93,13 @@ def sampled_one_by_one(mode):
 
 
 @pytest.mark.parametrize("block", [VERIFY.num_tokens, VERIFY.num_requests], ids=["at_once", "in_blocks"])
-@pytest.mark.parametrize("mode", list(SamplingMode))
+@pytest.mark.parametrize(
+    "mode",
+    [
+        mode if mode in (SamplingMode.GREEDY, SamplingMode.FULL) else pytest.param(mode, marks=pytest.mark.thorough)
+        for mode in SamplingMode
+    ],
+)
 def test_every_row_is_sampled_as_a_step_of_one_token_samples_it(mode, block):
     num_rows, (logits, counts, ids, expected) = VERIFY.num_requests, sampled_one_by_one(mode)
     sampled = expected[:, 0]
