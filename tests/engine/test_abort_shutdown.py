@@ -29,6 +29,7 @@ from routed_experts.layers.moe import MoeBackend, reference_experts
 from routed_experts.replay import merge_turns
 from routed_experts.scheduling.schedule_batch import Req
 from support.engines import SMALL, assert_idle, on_engine_thread
+from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -339,7 +340,8 @@ def test_an_aborted_call_at_once_returns_its_answer(engine):
 
 
 def build(folder, **args):
-    return Engine(str(folder), **(SMALL | args))
+    with lazy_compilation():
+        return Engine(str(folder), **(SMALL | args))
 
 
 def test_shutdown_ends_every_caller_with_what_it_has(folder):
@@ -491,7 +493,7 @@ def test_a_kill_ends_the_command_that_runs_and_those_that_wait(folder):
     """The thread may be in a program that never ends: where processes share a model, of a lost one."""
     began, leave = threading.Event(), threading.Event()
     with (
-        Engine(str(folder), **SMALL) as engine,
+        build(folder) as engine,
         concurrent.futures.ThreadPoolExecutor(2) as pool,
     ):
         running = pool.submit(engine.thread.run_between_steps, lambda: (began.set(), leave.wait()))

@@ -29,6 +29,8 @@ from routed_experts.models.loading.checkpoint import save
 from support.engines import SMALL, PausedRequests, assert_idle, on_engine_thread, open_engine
 from support.tiny_checkpoint import tiny_config, tiny_tensors, write_tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("lazy_compilation")
+
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 PROMPT = np.random.default_rng(3).integers(3, 313, 40).tolist()
 MODES = ("wait", "retract", "in_place", "abort")

@@ -16,6 +16,8 @@ from routed_experts.formats.meta_info import record_from_meta_info
 from support.engines import SMALL, PausedRequests, assert_idle, on_engine_thread
 from support.tiny_checkpoint import tiny_config, tiny_tensors, write_tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("lazy_compilation")
+
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 PROMPT = np.random.default_rng(3).integers(3, 313, 40).tolist()
 RELEASES = {"both": ("kv_cache", "weights"), "pool": ("kv_cache",), "weights": ("weights",)}

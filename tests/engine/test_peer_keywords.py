@@ -10,7 +10,7 @@ from routed_experts import LLM, ConfigError, Engine, InvalidRequestError, Prompt
 from support.engines import PausedRequests
 from support.tiny_checkpoint import write_tiny_checkpoint
 
-pytestmark = pytest.mark.usefixtures("lazy_compilation")
+pytestmark = pytest.mark.usefixtures("fast_compilation", "lazy_compilation")
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6}
 # Methods of sgl-jax's Engine, and those of SGLang's that are not of its adapters, sessions and processes.

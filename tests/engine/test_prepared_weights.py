@@ -11,6 +11,8 @@ from routed_experts import CheckpointError, Engine, InvalidRequestError, Weights
 from support.engines import SMALL, assert_idle
 from support.tiny_checkpoint import tiny_config, tiny_tensors, write_tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("lazy_compilation")
+
 PROMPT = np.random.default_rng(5).integers(3, 313, 20).tolist()
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 

@@ -10,12 +10,20 @@ from oracles.testbeds import other_weights
 from routed_experts import Engine, SpeculativeConfig, extract_routed_experts_from_meta_info
 from routed_experts.core.errors import InvalidRequestError
 from support.engines import on_engine_thread, open_engine
+from support.fast_compile import fast_compilation
 from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 
 REMEMBERING = SpeculativeConfig(adaptive=False, scope="namespace", remember=True)
 PROMPTS = [np.random.default_rng(seed).integers(0, VOCAB_SIZE, 12).tolist() for seed in range(4)]
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 24, "n": 2, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compilation(is_thorough):
+    """Programs as they are shipped in scripts/thorough; in every run those of test_speculation.py have the bits."""
+    with contextlib.nullcontext() if is_thorough else fast_compilation():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,8 @@ from routed_experts.formats.meta_info import record_from_meta_info
 from support.engines import SMALL, PausedRequests, open_engine
 from support.tiny_checkpoint import tiny_config, tiny_tensors, write_tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("fast_compilation", "lazy_compilation")
+
 PROMPT = list(range(5, 45))  # two chunks
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
