@@ -15,6 +15,7 @@ from routed_experts import Engine
 from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.replay.turns import merge_turns
 from support.engines import SMALL, PausedRequests
+from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 
 NUM_SCHEDULES = 25  # benchmarks/replay.py --schedules 1000 runs more of them
@@ -60,7 +61,8 @@ def test_a_continued_rollout_equals_an_uninterrupted_one(tmp_path):
     folder = write_tiny_checkpoint(tmp_path)
     prompt = np.random.default_rng(8).integers(3, 313, 25).tolist()
     params = {"temperature": 1.0, "seed": 12, "ignore_eos": True}
-    with Engine(str(folder), enable_return_routed_experts=True, deterministic=True, **SMALL) as engine:
+    options = dict(enable_return_routed_experts=True, deterministic=True, **SMALL)
+    with lazy_compilation(), Engine(str(folder), **options) as engine:
         whole = engine.generate(input_ids=prompt, sampling_params=params, max_new_tokens=50, return_routed_experts=True)
         calls = PausedRequests(
             engine, prompt, outputs=9, sampling_params=params, max_new_tokens=50, return_routed_experts=True, rid="part"

@@ -7,6 +7,7 @@ import pytest
 
 from routed_experts import CaptureDisabledError, Engine
 from support.engines import SMALL, PausedRequests, on_engine_thread
+from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 
@@ -36,7 +37,7 @@ def test_requests_pages_and_rows_are_counted(engine_factory):
 
 
 def test_it_answers_while_a_step_is_stuck_and_after_the_end(tmp_path):
-    with Engine(str(write_tiny_checkpoint(tmp_path)), **SMALL) as engine:
+    with lazy_compilation(), Engine(str(write_tiny_checkpoint(tmp_path)), **SMALL) as engine:
         stuck, release = threading.Event(), threading.Event()
 
         def block(core):
