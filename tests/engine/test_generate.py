@@ -17,6 +17,7 @@ from routed_experts import (
 from routed_experts.engine.requests.detokenizer import IncrementalDetokenizer
 from routed_experts.formats.meta_info import record_from_meta_info
 from support.engines import letter_bias, open_engine
+from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import EOS_ID, VOCAB_SIZE, write_tiny_checkpoint
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -408,7 +409,7 @@ def test_without_detokenising_there_is_no_text(engine):
 
 def test_an_engine_without_tokenizer_takes_and_gives_ids(tmp_path_factory):
     folder = write_tiny_checkpoint(tmp_path_factory.mktemp("bare"), tokenizer=False)
-    with open_engine(folder, skip_tokenizer_init=True) as engine:
+    with lazy_compilation(), open_engine(folder, skip_tokenizer_init=True) as engine:
         result = engine.generate(input_ids=[3, 4, 5], sampling_params=GREEDY, max_new_tokens=4, return_logprob=True)
         assert result["text"] == "" and len(result["output_ids"]) == 4 and max(result["output_ids"]) < VOCAB_SIZE
         assert [text for _, _, text in result["meta_info"]["output_token_logprobs"]] == [None] * 4
@@ -425,7 +426,7 @@ def test_an_engine_without_tokenizer_takes_and_gives_ids(tmp_path_factory):
 
 def test_an_engine_without_tokenizer_stops_at_the_ids_that_the_checkpoint_names(tmp_path):
     folder = write_tiny_checkpoint(tmp_path)
-    with open_engine(folder, skip_tokenizer_init=True) as engine:
+    with lazy_compilation(), open_engine(folder, skip_tokenizer_init=True) as engine:
         bias = {"temperature": 0.0, "logit_bias": {EOS_ID: 100.0}}
         out = engine.generate(input_ids=[1, 2, 3], sampling_params=bias, max_new_tokens=5)
         assert out["meta_info"]["finish_reason"] == {"type": "stop", "matched": EOS_ID}
@@ -451,11 +452,12 @@ def test_an_engine_without_tokenizer_stops_at_the_ids_that_the_checkpoint_names(
 )
 def test_no_step_of_a_bfloat16_model_converts_the_whole_pool_on_cpu(family, backend, dtypes, tmp_path):
     Oracle(CASES[family], tmp_path)
-    with open_engine(tmp_path, dtype="bfloat16", attention_backend=backend, skip_tokenizer_init=True) as engine:
+    options = dict(dtype="bfloat16", attention_backend=backend, skip_tokenizer_init=True)
+    with lazy_compilation(), open_engine(tmp_path, **options) as engine:
         runner = engine.components.core.runner
         arrays = jax.tree.leaves(runner.config.pool.abstract)
         assert {str(array.dtype) for array in arrays} == dtypes
-        texts = [program.as_text() for key, program in runner._programs.items() if key[0] == "forward"]
+        texts = [runner._programs[key].as_text() for key in runner._programs.jobs if key[0] == "forward"]
         for array in arrays:
             dims = ",".join(map(str, array.shape))
             assert texts and all(f"[{dims}]" in text for text in texts)

@@ -180,7 +180,7 @@ def test_memory_that_is_released_comes_back_in_every_process(pair):
 
 @pytest.mark.parametrize("pair", [PLACED], indirect=True)
 def test_experts_move_in_every_process_while_the_answers_stay(pair):
-    before = pair.leader.call("generate", prompts=PROMPTS, params=GREEDY, **ROWS)
+    before, _ = pair.both("generate", prompts=PROMPTS, params=GREEDY, **ROWS)  # both have cached the prompts
     moved = pair.both("move_experts", seed=8)
     assert moved[0] == moved[1] > 0
     after = pair.assert_alike("generate", prompts=PROMPTS, params=GREEDY, **ROWS)
