@@ -4,6 +4,7 @@ The oracles: the model in NumPy float64, an engine that records ids alone, and a
 rollout, whose choice must not matter where rows and weights are replayed. Rows of every schedule are judged by the
 probe at the experts (test_fidelity, test_speculation), weights of every family by transformers (test_families)."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -41,8 +42,10 @@ def random_tokens(length, seed=0):
 
 
 @pytest.fixture(scope="module")
-def engine(engine_factory):
-    with engine_factory(**WEIGHTS) as engine:
+def engine(tiny_checkpoint):
+    with contextlib.ExitStack() as stack:
+        with lazy_compilation():  # not longer: engines that modules share compile all their programs
+            engine = stack.enter_context(open_engine(tiny_checkpoint, **WEIGHTS))
         yield engine
 
 

@@ -29,6 +29,14 @@ STOPS = list(range(0, VOCAB_SIZE, 7))
 
 
 @pytest.fixture
+def fast_in_every_run(is_thorough):
+    """Programs as they are shipped in scripts/thorough; in every run such ones serve the schedules of deterministic
+    mode."""
+    with contextlib.nullcontext() if is_thorough else fast_compilation():
+        yield
+
+
+@pytest.fixture
 def offers(monkeypatch):
     return Offers(monkeypatch)
 
@@ -66,6 +74,7 @@ def assert_drafts_are(offers, prompts, outputs, expected_of, *, at_least):
 @pytest.mark.parametrize(
     "name", [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.thorough) for name in FAMILIES]
 )
+@pytest.mark.usefixtures("fast_in_every_run")
 def test_a_prediction_layer_drafts_what_its_equations_say_and_changes_no_answer(name, written, offers, is_thorough):
     oracle, folder = written(name)
     prompts = prompts_of(VOCAB_SIZE)
@@ -163,6 +172,7 @@ def head_drafts(case, model, tokens):
         ),
     ],
 )
+@pytest.mark.usefixtures("fast_in_every_run")
 def test_a_head_drafts_what_its_equations_say_and_changes_no_answer(name, qwen, offers, tmp_path):
     folder, model = qwen
     case, prompts = HEADS[name](), prompts_of(V, (5, 17, 9))
@@ -229,6 +239,7 @@ def assert_same_under(schedules, mode, written):
             assert engine.components.core.ranks[0].num_retracted > 0
 
 
+@pytest.mark.usefixtures("fast_in_every_run")
 def test_a_pool_too_small_to_time_steps_has_no_drafts_and_the_log_says_so(written, caplog):
     _, folder = written("Glm4Moe")
     options = SIZES | EXACT | dict(max_total_tokens=96, speculative=SpeculativeConfig(algorithm="NEXTN"))
@@ -238,6 +249,7 @@ def test_a_pool_too_small_to_time_steps_has_no_drafts_and_the_log_says_so(writte
     assert re.search(r"max_total_tokens=96 do not hold \d+ requests of \d+ tokens, which are timed", caplog.text)
 
 
+@pytest.mark.usefixtures("fast_in_every_run")
 def test_the_policy_rests_and_asks_the_draft_model_again(written, offers):
     """A policy that drafts in one step of several: drafts of the steps between are not stale ones."""
     _, folder = written("Glm4Moe")
@@ -268,7 +280,7 @@ def test_memory_that_is_released_and_taken_back_serves_drafts_again(written):
 
 def test_the_plan_has_a_line_for_the_draft_model(written):
     _, folder = written("Glm4Moe")
-    options = SIZES | EXACT | dict(speculative=SpeculativeConfig(algorithm="mtp"))  # programs of the tests above
+    options = SIZES | EXACT | dict(speculative=SpeculativeConfig(algorithm="mtp", adaptive=False))  # no step is timed
     with lazy_compilation(), Engine(str(folder), **options) as engine:
         plan = engine.components.plan
     assert plan.draft.weights > 0 and plan.draft.bytes_per_token == plan.pool.bytes_per_token // plan.pool.num_layers
