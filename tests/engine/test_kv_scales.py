@@ -1,6 +1,7 @@
 """Engines whose keys and values are e4m3 codes with the scales of a checkpoint, against whole sequences in NumPy whose
 keys and values are rounded as scale * e4m3(number / scale); and powers of two against weights that hold them."""
 
+import contextlib
 import dataclasses
 import logging
 
@@ -100,6 +101,13 @@ def answers(engine, prompts=PROMPTS):
     ]
 
 
+@pytest.fixture
+def fast_in_every_run(is_thorough):
+    """Programs as they are shipped in scripts/thorough; in every run those of test_kv_cache_dtype.py have the bits."""
+    with contextlib.nullcontext() if is_thorough else fast_compilation():
+        yield
+
+
 class RoundedSequence(FullSequence):
     """The same with keys and values that are rounded as they are stored."""
 
@@ -169,7 +177,7 @@ def test_a_rollout_is_its_score_and_a_cached_prefix_and_a_cut_change_no_bit(fold
                 assert np.array_equal(again.logprobs, scored.logprobs)
 
 
-def test_drafts_change_no_answer(folders):
+def test_drafts_change_no_answer(folders, fast_in_every_run):
     plain = dict(**ENGINE, **CODES, dtype="float32", deterministic=True)
     with Engine(str(folders.scaled), **plain) as engine:
         expected = answers(engine, [prompt * 2 for prompt in PROMPTS])
