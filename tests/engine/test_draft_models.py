@@ -30,8 +30,7 @@ STOPS = list(range(0, VOCAB_SIZE, 7))
 
 @pytest.fixture
 def fast_in_every_run(is_thorough):
-    """Programs as they are shipped in scripts/thorough; in every run such ones serve the schedules of deterministic
-    mode."""
+    """Programs as they are shipped in scripts/thorough; in every run those of the prediction layers are."""
     with contextlib.nullcontext() if is_thorough else fast_compilation():
         yield
 
@@ -74,7 +73,6 @@ def assert_drafts_are(offers, prompts, outputs, expected_of, *, at_least):
 @pytest.mark.parametrize(
     "name", [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.thorough) for name in FAMILIES]
 )
-@pytest.mark.usefixtures("fast_in_every_run")
 def test_a_prediction_layer_drafts_what_its_equations_say_and_changes_no_answer(name, written, offers, is_thorough):
     oracle, folder = written(name)
     prompts = prompts_of(VOCAB_SIZE)
@@ -239,7 +237,6 @@ def assert_same_under(schedules, mode, written):
             assert engine.components.core.ranks[0].num_retracted > 0
 
 
-@pytest.mark.usefixtures("fast_in_every_run")
 def test_a_pool_too_small_to_time_steps_has_no_drafts_and_the_log_says_so(written, caplog):
     _, folder = written("Glm4Moe")
     options = SIZES | EXACT | dict(max_total_tokens=96, speculative=SpeculativeConfig(algorithm="NEXTN"))
@@ -249,7 +246,6 @@ def test_a_pool_too_small_to_time_steps_has_no_drafts_and_the_log_says_so(writte
     assert re.search(r"max_total_tokens=96 do not hold \d+ requests of \d+ tokens, which are timed", caplog.text)
 
 
-@pytest.mark.usefixtures("fast_in_every_run")
 def test_the_policy_rests_and_asks_the_draft_model_again(written, offers):
     """A policy that drafts in one step of several: drafts of the steps between are not stale ones."""
     _, folder = written("Glm4Moe")
