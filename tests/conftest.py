@@ -1,5 +1,6 @@
 """Settings and fixtures of all tests: CPU, strict dtype promotion, repeatable properties, engines that files share."""
 
+import contextlib
 import gc
 import importlib.util
 import logging
@@ -128,7 +129,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = {"gpu"} if config.getoption("thorough") else {"gpu", "thorough"}
     deselected = [item for item in items if any(map(item.get_closest_marker, left_out))]
     if deselected:
-        items[:] = [item for item in items if item not in set(deselected)]
+        gone = set(deselected)
+        items[:] = [item for item in items if item not in gone]
         config.hook.pytest_deselected(items=deselected)
 
 
@@ -139,9 +141,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(
             "tests/integrations (tests marked tunix): not collected; scripts/tunix runs them, with Tunix"
         )
-    if not config.getoption("thorough"):
-        terminalreporter.write_line("tests marked thorough: deselected; scripts/thorough runs them")
     if not on_gpu():
+        if not config.getoption("thorough"):
+            terminalreporter.write_line("tests marked thorough: deselected; scripts/thorough runs them")
         platform = os.environ["JAX_PLATFORMS"]
         terminalreporter.write_line(
             f"tests marked gpu: deselected (JAX_PLATFORMS={platform}); on a machine with a GPU run scripts/test --gpu"
@@ -167,7 +169,7 @@ def clear_programs() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def is_thorough(request: pytest.FixtureRequest) -> bool:
-    """Whether tests of processes run as often as they can be."""
+    """Whether this is a run of scripts/thorough: tests run as often as they can be, and programs are as shipped."""
     return bool(request.config.getoption("thorough"))
 
 
@@ -175,6 +177,13 @@ def is_thorough(request: pytest.FixtureRequest) -> bool:
 def fast_compilation() -> Iterator[None]:
     """Compile without optimisations: for modules whose programs compile longer than they run and prove no bits."""
     with fast_compile.fast_compilation():
+        yield
+
+
+@pytest.fixture
+def fast_in_every_run(is_thorough) -> Iterator[None]:
+    """Compile without optimisations, but in scripts/thorough: for what other modules have as it is shipped."""
+    with contextlib.nullcontext() if is_thorough else fast_compile.fast_compilation():
         yield
 
 

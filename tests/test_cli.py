@@ -32,8 +32,8 @@ from routed_experts.formats import record_from_meta_info
 from routed_experts.formats.archive import encode_record
 from support.file_permissions import run_under_permissions
 from support.lazy_compile import lazy_compilation
-from support.process_groups import FAST
 from support.tiny_checkpoint import write_tiny_checkpoint
+from support.xla_options import FAST_FLAGS
 
 SRC = Path(routed_experts.__file__).parents[1]
 OTHER = {  # a value that is not the default, as typed
@@ -55,7 +55,7 @@ OTHER = {  # a value that is not the default, as typed
 def run(*argv, cwd=None, blocked=False):
     """The command in a process of its own that compiles fast, warnings as errors; `blocked`: without JAX."""
     cache = jax.config.jax_compilation_cache_dir or str(cwd)
-    env = {**os.environ, "PYTHONPATH": str(SRC), "JAX_COMPILATION_CACHE_DIR": cache, "XLA_FLAGS": FAST}
+    env = {**os.environ, "PYTHONPATH": str(SRC), "JAX_COMPILATION_CACHE_DIR": cache, "XLA_FLAGS": FAST_FLAGS}
     start = (
         ["-c", "import sys; sys.modules['jax'] = None; from routed_experts.cli import main; sys.exit(main())"]
         if blocked

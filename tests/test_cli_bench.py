@@ -13,8 +13,8 @@ from routed_experts.cli.bench import _start
 from routed_experts.core.errors import ConfigError
 from support.http_server import running
 from support.lazy_compile import lazy_compilation
-from support.process_groups import FAST
 from support.tiny_checkpoint import write_tiny_checkpoint
+from support.xla_options import FAST_FLAGS
 
 SIZES = ["--precompile-bs-paddings", "4", "--precompile-token-paddings", "32"]
 SMALL = ["--num-prompts", "3", "--input-len", "5", "--output-len", "6", "--rounds", "2"]
@@ -65,7 +65,7 @@ def test_serve_reads_streams_of_a_server_with_and_without_rows(tmp_path, capsys,
 def test_a_start_reports_its_phases(tmp_path, monkeypatch):
     """One of the two starts of `bench startup`: with the programs that earlier tests have left, where they keep
     them."""
-    monkeypatch.setenv("XLA_FLAGS", FAST)
+    monkeypatch.setenv("XLA_FLAGS", FAST_FLAGS)
     model, cache = write_tiny_checkpoint(tmp_path / "model"), jax.config.jax_compilation_cache_dir or tmp_path
     row = _start(make_parser().parse_args(["bench", "startup", str(model), *SIZES]), str(cache))
     phases = [

@@ -20,8 +20,8 @@ from routed_experts.demo import demo_model_path
 from routed_experts.demo.run import DemoOptions, run_demo
 from support.fast_compile import fast_compilation
 from support.lazy_compile import lazy_compilation
-from support.process_groups import FAST
 from support.tiny_checkpoint import write_tiny_checkpoint
+from support.xla_options import FAST_FLAGS
 
 SRC = Path(routed_experts.__file__).parents[1]
 PACKAGED = Path(routed_experts.__file__).parent / "demo_model"
@@ -36,7 +36,7 @@ def run_command(folder, *flags, **environ):
         "PYTHONPATH": str(SRC),
         "JAX_COMPILATION_CACHE_DIR": cache,
         "PYTHONIOENCODING": "utf-8",
-        "XLA_FLAGS": FAST,
+        "XLA_FLAGS": FAST_FLAGS,
         **environ,
     }
     command = [sys.executable, "-W", "error", "-m", "routed_experts", "demo", *flags]
@@ -68,6 +68,15 @@ def run_here(folder):
     return shown.getvalue()
 
 
+# The packaged demo that runs in this process is no start: scripts/demo, which CI runs, and scripts/thorough have one.
+of_a_command = pytest.mark.parametrize(
+    "shown",
+    [name if name == "tiny" else pytest.param(name, marks=pytest.mark.thorough) for name in MODELS],
+    indirect=True,
+)
+
+
+@of_a_command
 def test_every_phase_of_start_up_is_timed(shown):
     for phase in ("import", "kernels", "config", "load", "plan", "allocate", "compile", "ready"):
         assert re.search(rf"^  {phase} +\d+\.\d\d s  ", shown[1], re.MULTILINE), phase
@@ -130,11 +139,7 @@ def test_plain_text_goes_to_a_pipe(shown):
     assert "\x1b" not in shown[1]
 
 
-@pytest.mark.parametrize(
-    "shown",
-    [name if name == "tiny" else pytest.param(name, marks=pytest.mark.thorough) for name in MODELS],
-    indirect=True,
-)
+@of_a_command
 def test_a_second_start_compiles_nothing(shown, tmp_path):
     folder = [] if not (shown[0] / "model").exists() else ["--model", str(shown[0] / "model")]
     done = run_command(tmp_path, *folder, "--output", "elsewhere")

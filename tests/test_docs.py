@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from routed_experts.cli import make_parser
-from routed_experts.core import server_args
 
 pytestmark = pytest.mark.usefixtures("fast_compilation", "lazy_compilation")
 
@@ -33,12 +32,6 @@ def blocks(page, language):
     return [body for kind, body in FENCE.findall(page.read_text(encoding="utf-8")) if kind == language]
 
 
-@pytest.fixture
-def few_programs(monkeypatch):
-    """Engines of snippets that name no sizes have one size of batches: drafts measure the programs of every size."""
-    monkeypatch.setattr(server_args, "_BATCH_PADDINGS", (4,))
-
-
 def run_in_order(page, bodies, folder, monkeypatch):
     monkeypatch.chdir(folder)
     names = {"__name__": "__main__"}
@@ -49,7 +42,6 @@ def run_in_order(page, bodies, folder, monkeypatch):
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if blocks(page, "python") and page not in WITH_TUNIX], ids=named
 )
-@pytest.mark.usefixtures("few_programs")
 def test_python_snippets_run_in_order(page, tmp_path, monkeypatch):
     run_in_order(page, blocks(page, "python"), tmp_path, monkeypatch)
 

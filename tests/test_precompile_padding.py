@@ -11,10 +11,11 @@ from oracles.testbeds import random_prompt
 from routed_experts import Engine, extract_routed_experts_from_meta_info
 from support.tiny_checkpoint import write_hf_qwen3_moe
 
+pytestmark = pytest.mark.usefixtures("lazy_compilation")
+
 NEW_TOKENS = 12
 NEAR_TIE = 1e-4
 PROMPTS = [random_prompt(np.random.default_rng(seed), length).tolist() for seed, length in enumerate((9, 30, 1, 17))]
-pytestmark = pytest.mark.usefixtures("lazy_compilation")
 GREEDY = {"temperature": 0.0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
 SETTINGS = dict(
     enable_return_routed_experts=True,

@@ -55,7 +55,8 @@ FAMILIES = {
     "gemma4": ("tp2", "ep2"),
     "bailing-hybrid": ("tp2",),
 }
-# The first mesh of each; test_data_ranks.py has lfm2-moe and gemma4 in every run.
+# The first mesh of each. test_data_ranks.py has lfm2-moe and gemma4 on another mesh, and the tests below Qwen3-MoE on
+# four devices by width; only scripts/thorough has olmoe, bailing-hybrid and a convolution by width.
 IN_EVERY_RUN = ("deepseek", "gpt-oss", "qwen3-next")
 
 

@@ -22,17 +22,11 @@ from support.lazy_compile import lazy_compilation
 SIZES = dict(precompile_bs_paddings=(4,), precompile_token_paddings=(32,), skip_tokenizer_init=True, page_size=8)
 EXACT = dict(deterministic=True, enable_return_routed_experts=True)
 FAMILIES = ("DeepseekV3", "Glm4Moe", "Glm4MoeLite", "BailingMoeV2", "Ernie4_5_Moe", "Qwen3Next", "Qwen3_5Moe")
-IN_EVERY_RUN = ("Glm4Moe",)  # layers with states: test_kv_cache_dtype.py; equations of all: models/test_predictor.py
+# Only scripts/thorough compares what engines of the others draft; models/test_predictor.py has their equations.
+IN_EVERY_RUN = ("Glm4Moe",)
 COMPILED_AT_ONCE = "Glm4Moe"  # all programs before the first step; of the others those that run
 NUM_DRAFTS = 3
 STOPS = list(range(0, VOCAB_SIZE, 7))
-
-
-@pytest.fixture
-def fast_in_every_run(is_thorough):
-    """Programs as they are shipped in scripts/thorough; in every run those of the prediction layers are."""
-    with contextlib.nullcontext() if is_thorough else fast_compilation():
-        yield
 
 
 @pytest.fixture
@@ -170,7 +164,7 @@ def head_drafts(case, model, tokens):
         ),
     ],
 )
-@pytest.mark.usefixtures("fast_in_every_run")
+@pytest.mark.usefixtures("fast_in_every_run")  # the prediction layers run programs as they are shipped
 def test_a_head_drafts_what_its_equations_say_and_changes_no_answer(name, qwen, offers, tmp_path):
     folder, model = qwen
     case, prompts = HEADS[name](), prompts_of(V, (5, 17, 9))

@@ -143,10 +143,10 @@ def args(folder, **options):
         "programs by mode",
     ],
 )
-def served(request, folders, is_thorough):
-    """The loop of an engine with drafts, and the answers of one without. Both run programs that are compiled without
-    optimisations; in scripts/thorough the first two run those that are shipped."""
-    is_fast = not is_thorough or request.param in ("few pages", "programs by mode")
+def served(request, folders):
+    """The loop of an engine with drafts, and the answers of one without. The last two run programs that are compiled
+    without optimisations."""
+    is_fast = request.param in ("few pages", "programs by mode")
     with fast_compilation() if is_fast else contextlib.nullcontext():
         yield draft_core(request.param, folders), answers_without_drafts(folders[0], is_fast)
 

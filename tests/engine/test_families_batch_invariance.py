@@ -3,8 +3,8 @@ of a request depends on that request alone, to the last bit, not on the rest of 
 prompt is cut, and greedy requests run beside sampled ones. `score` runs the experts that the rollout ran and gives its
 logprobs and those of its prompt, by the bit; so do the returned rows, played back.
 
-The families are one of each path and each feature. scripts/test has one of each kind of cache and of each router, in
-every dtype and form of keys and values; scripts/thorough has all of them in all of these."""
+The families are one of each path and each feature. scripts/test has each kind of cache, most routers, and every dtype
+and form of keys and values; scripts/thorough has the others."""
 
 import dataclasses
 import tempfile
@@ -37,8 +37,10 @@ CASES_OF = {  # by form: dtype, dtype of keys and values, families
 }
 IN_EVERY_RUN = {
     "codes": ("Gemma4", "Qwen3Next"),  # pages of two shapes, and states, with codes that are read as bfloat16 numbers
-    "bfloat16": ("DeepseekV3", "GptOss", "Mixtral"),  # latent attention, sinks and windows, one kernel for all layers
-    "float32": ("Qwen3Moe", "MiniMaxM2", "Glm4Moe", "Llama4"),  # routers: softmax, sigmoid, groups, scaled inputs
+    # Latent rows, states, sinks and windows, one kernel for all layers.
+    "bfloat16": ("DeepseekV3", "BailingHybrid", "GptOss", "Mixtral"),
+    # States of a convolution; routers: softmax, sigmoid, groups, scaled inputs, a sparse mixer.
+    "float32": ("Lfm2Moe", "Qwen3Moe", "MiniMaxM2", "Glm4Moe", "Llama4", "Phimoe"),
 }
 CELLS = {
     "together": dict(max_running_requests=8, chunked_prefill_size=128),

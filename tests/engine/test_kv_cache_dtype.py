@@ -2,8 +2,6 @@
 are those that ran, an answer depends on its request alone, and on no cut of a prompt, cache hit, retraction or draft.
 (Families: test_families_batch_invariance.py.) What cannot be is refused by name."""
 
-import contextlib
-
 import numpy as np
 import pytest
 
@@ -106,14 +104,8 @@ def test_a_prompt_in_chunks_is_the_whole_prompt_in_bfloat16():
 
 
 @pytest.mark.parametrize("family", [pytest.param("Glm4Moe", marks=pytest.mark.thorough), "Qwen3Next"])
-def test_drafts_of_a_model_change_no_answer(tmp_path, family, is_thorough):
-    """Its own pool has the model's dtype, and so have the states of recurrent layers. Programs are as shipped in
-    scripts/thorough; in every run those of test_draft_models.py are."""
-    with contextlib.nullcontext() if is_thorough else fast_compilation():
-        assert_drafts_change_no_answer(tmp_path, family)
-
-
-def assert_drafts_change_no_answer(tmp_path, family):
+def test_drafts_of_a_model_change_no_answer(tmp_path, family):
+    """Its own pool has the model's dtype, and so have the states of recurrent layers."""
     PredictorOracle(family, tmp_path, modules=1)
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, VOCAB_SIZE, length).tolist() for length in (5, 17, 9, 30)]

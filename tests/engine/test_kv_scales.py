@@ -1,7 +1,6 @@
 """Engines whose keys and values are e4m3 codes with the scales of a checkpoint, against whole sequences in NumPy whose
 keys and values are rounded as scale * e4m3(number / scale); and powers of two against weights that hold them."""
 
-import contextlib
 import dataclasses
 import logging
 
@@ -101,13 +100,6 @@ def answers(engine, prompts=PROMPTS):
     ]
 
 
-@pytest.fixture
-def fast_in_every_run(is_thorough):
-    """Programs as they are shipped in scripts/thorough; in every run those of test_kv_cache_dtype.py have the bits."""
-    with contextlib.nullcontext() if is_thorough else fast_compilation():
-        yield
-
-
 class RoundedSequence(FullSequence):
     """The same with keys and values that are rounded as they are stored."""
 
@@ -177,7 +169,8 @@ def test_a_rollout_is_its_score_and_a_cached_prefix_and_a_cut_change_no_bit(fold
                 assert np.array_equal(again.logprobs, scored.logprobs)
 
 
-def test_drafts_change_no_answer(folders, fast_in_every_run):
+@pytest.mark.usefixtures("fast_in_every_run")  # test_kv_cache_dtype.py has programs as they are shipped
+def test_drafts_change_no_answer(folders):
     plain = dict(**ENGINE, **CODES, dtype="float32", deterministic=True)
     with Engine(str(folders.scaled), **plain) as engine:
         expected = answers(engine, [prompt * 2 for prompt in PROMPTS])
@@ -187,7 +180,7 @@ def test_drafts_change_no_answer(folders, fast_in_every_run):
         assert engine.stats().speculative.requests.proposed > 0
 
 
-@pytest.mark.thorough  # test_drafts_change_no_answer has n-grams, and test_drafts_beside_codes.py heads
+@pytest.mark.usefixtures("fast_in_every_run")
 def test_a_head_that_reads_layers_changes_no_answer(tmp_path):
     """Its target runs layer by layer, the plain engine in one kernel."""
     write_tiny_checkpoint(

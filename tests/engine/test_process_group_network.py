@@ -45,7 +45,6 @@ def test_a_network_that_is_cut_ends_both_hosts(folder, fault):
         assert watch.seconds < WATCHDOG_S + SLACK_S + 5.0
 
 
-@pytest.mark.thorough
 def test_200_ms_there_and_back_and_a_hundredth_of_lost_packets_are_no_alarm_and_change_no_answer(folder, is_thorough):
     with two_hosts(ours=True) as hosts, open_hosts(folder, hosts) as (leader, follower):
         expected = answer(leader, SHORT)

@@ -21,7 +21,7 @@ TAPPED, PLACED = "2x1 by width, tapped", "2x1 placed experts, drafts"
 BITWISE = "2x2 data ranks of whole experts, codes, deterministic"
 MESHES = {
     # devices a process, engine: by width; each bit, of whole experts and codes in data ranks; placed experts that move,
-    # with drafts. In every run the second has all tests, and the first and the third those that are of them alone.
+    # with drafts. In every run BITWISE has all tests, and TAPPED and PLACED those that are of them alone.
     # scripts/thorough has all tests of each, and whole experts of plain numbers, and codes of ranks by width, too.
     TAPPED: (
         1,
@@ -59,7 +59,7 @@ MESHES = {
             "quantization": "fp8_block",
             "precompile_bs_paddings": [4],
         },
-        {"lazy": True, "fast": True},  # the mesh of whole experts has the bits of programs as they are shipped
+        {"lazy": True, "fast": True},  # BITWISE has the bits of programs as they are shipped
     ),
     PLACED: (
         1,
@@ -111,10 +111,8 @@ def folder(tmp_path_factory):
     scope="module",
     params=[name if name == BITWISE else pytest.param(name, marks=pytest.mark.thorough) for name in MESHES],
 )
-def pair(request, folder, tmp_path_factory, is_thorough):
-    """In every run programs compile fast; in scripts/thorough BITWISE and whole experts have those that are shipped."""
+def pair(request, folder, tmp_path_factory):
     devices, engine, options = MESHES[request.param]
-    options = options if is_thorough else options | {"fast": True}
     taps = tmp_path_factory.mktemp("taps")
     if request.param == TAPPED:
         options = options | {"tap": str(taps / "RANK")}

@@ -53,9 +53,9 @@ CELLS = [
 ]
 
 
-# Every run has the mode that is compared to the last bit; engines of the other one: test_speculative_engine.py.
-IN_EVERY_RUN = "deterministic"
-EACH_MODE = [mode if mode == IN_EVERY_RUN else pytest.param(mode, marks=pytest.mark.thorough) for mode in MODES]
+# Every run has the mode that is compared to the last bit, and one case of the other.
+MODE_IN_EVERY_RUN = "deterministic"
+EACH_MODE = [mode if mode == MODE_IN_EVERY_RUN else pytest.param(mode, marks=pytest.mark.thorough) for mode in MODES]
 
 
 def by_turns(*grids):
@@ -63,7 +63,7 @@ def by_turns(*grids):
     two grids the cases whose indices have an even sum, so that each value occurs."""
 
     def is_in_every_run(mode, indices):
-        return mode == IN_EVERY_RUN and (len(grids) == 1 or sum(indices) % 2 == 0)
+        return mode == MODE_IN_EVERY_RUN and (len(grids) == 1 or sum(indices) % 2 == 0)
 
     return [
         pytest.param(mode, *values, marks=[] if is_in_every_run(mode, indices) else pytest.mark.thorough)
@@ -205,6 +205,12 @@ def run_cell(testbed, cell, drafting):
 DRAFTERS = ("ngram", "rollouts", "oracle 0", "oracle 1", "oracle 0.5", "adversary")
 TEXT_DRAFTERS = ("rollouts", "ngram")
 DRAFTERS_IN_EVERY_RUN = DRAFTERS[:4]
+OF_DEFAULT_MODE = ("default", "oracle 0.5", 3)
+
+
+def is_in_every_run(mode, name, num_drafts):
+    has_mode = mode == MODE_IN_EVERY_RUN and name in DRAFTERS_IN_EVERY_RUN
+    return has_mode or (mode, name, num_drafts) == OF_DEFAULT_MODE
 
 
 @pytest.mark.parametrize(
@@ -212,7 +218,7 @@ DRAFTERS_IN_EVERY_RUN = DRAFTERS[:4]
     [
         pytest.param(
             *case,
-            marks=[] if case[0] == IN_EVERY_RUN and case[1] in DRAFTERS_IN_EVERY_RUN else pytest.mark.thorough,
+            marks=[] if is_in_every_run(*case) else pytest.mark.thorough,
         )
         for case in itertools.product(MODES, DRAFTERS, DRAFTS)
     ],

@@ -92,7 +92,7 @@ def alone(name):
     return found
 
 
-IN_EVERY_RUN = ("qwen3-next", "lfm2-moe")  # states of a delta rule, and of a convolution
+IN_EVERY_RUN = ("bailing-hybrid, deterministic", "lfm2-moe")  # both modes; test_kv_cache_dtype.py: Qwen3-Next
 
 
 @pytest.fixture(

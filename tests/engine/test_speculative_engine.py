@@ -168,8 +168,8 @@ def test_capacities_of_experts_do_not_go_with_drafts(folder):
         Engine(str(folder), **SMALL, placement=config, speculative=NGRAM)
 
 
-# olmoe has the layers of the other tests' tiny Qwen3-MoE, and test_speculation_recurrent.py has those with states. The
-# others have other attention and caches; gemma4 is of scripts/thorough, with two networks a layer.
+# olmoe has the layers of the other tests' tiny Qwen3-MoE; test_speculation_recurrent.py and test_kv_cache_dtype.py have
+# layers with states. Only scripts/thorough has drafts of gemma4, with pages of two shapes.
 TESTED_ELSEWHERE = ("olmoe", "qwen3-next", "bailing-hybrid", "lfm2-moe", "gemma4")
 
 

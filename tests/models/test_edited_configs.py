@@ -73,7 +73,6 @@ EDITED = {  # family: settings of transformers, keys of the file that are set, a
     "Gemma4: a base without sections": ("Gemma4", {}, dict(rope_theta=100.0), ("rope_parameters",)),
     "Llama4: no chunks": ("Llama4", dict(attention_chunk_size=None), {}, ()),
 }
-LONG_CASES = "DeepseekV2: linear positions scale scores", "BailingHybrid: the inner base counts"  # others alike run
 TOKENS = np.random.default_rng(0).integers(0, SIZES["vocab_size"], 48)
 
 
@@ -91,9 +90,7 @@ def write(name, settings, keys, absent, folder):
     return oracle
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.thorough) if name in LONG_CASES else name for name in EDITED]
-)
+@pytest.mark.parametrize("name", EDITED)
 def test_an_edited_file_means_what_transformers_makes_of_it(tmp_path, name):
     oracle = write(*EDITED[name], tmp_path)
     judged = oracle.judge(TOKENS)

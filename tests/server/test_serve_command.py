@@ -30,8 +30,8 @@ from routed_experts.server.state import ServerState
 from support.engines import SMALL
 from support.http_server import parse_error
 from support.lazy_compile import lazy_compilation
-from support.process_groups import FAST
 from support.tiny_checkpoint import write_tiny_checkpoint
+from support.xla_options import FAST_FLAGS
 
 SRC = Path(routed_experts.__file__).parents[1]
 SIZES = ["--precompile-bs-paddings", "4", "--precompile-token-paddings", "64"]
@@ -42,7 +42,7 @@ READY = re.compile(
 
 
 def start(*flags, model=None):
-    env = {**os.environ, "PYTHONPATH": str(SRC), "PYTHONUNBUFFERED": "1", "XLA_FLAGS": FAST}
+    env = {**os.environ, "PYTHONPATH": str(SRC), "PYTHONUNBUFFERED": "1", "XLA_FLAGS": FAST_FLAGS}
     if jax.config.jax_compilation_cache_dir:
         env["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir
     command = [

@@ -154,7 +154,7 @@ def test_a_prediction_is_followed_and_found_again(functions):
     assert drafter.propose("c", 4).tokens.size == 0
 
 
-@settings(max_examples=20)
+@settings(max_examples=60)
 @given(data=st.data(), counts=st.booleans())
 def test_no_draft_of_a_namespace_ever_contains_another_ones_text(functions, data, counts):
     """Each namespace has ids of its own, prompts included but for one prompt that all send."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import httpx
 
-from support.xla_options import FLAGS
+from support.xla_options import FAST_FLAGS
 
 ROOT = Path(__file__).parents[2]
 SIZES = ["--page-size", "4", "--max-total-tokens", "4096", "--precompile-bs-paddings", "16"]
@@ -36,7 +36,7 @@ def environment(**more):
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}",
         "PYTHONUNBUFFERED": "1",
-        "XLA_FLAGS": FLAGS,
+        "XLA_FLAGS": FAST_FLAGS,
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": "0123456789abcdef" * 4,
         "RAY_USAGE_STATS_ENABLED": "0",

@@ -14,12 +14,11 @@ import time
 from pathlib import Path
 
 from support.fork_server import fork_server
-from support.xla_options import FLAGS
+from support.xla_options import FAST_FLAGS
 
 ROOT = Path(__file__).parents[2]
 FIRST_PORT, LAST_PORT = 20_000, 32_000  # below the range that the system gives to outgoing connections
 START_S, ANSWER_S = 240, 120
-FAST = FLAGS
 SIZES = {
     "page_size": 4,
     "context_length": 128,
@@ -55,7 +54,7 @@ class GroupProcess:
     """A process of `support.group_process`, or of another command. `spec`: fork the former, in place of a command."""
 
     def __init__(self, command=None, *, spec=None, devices=1, fast=False, env=None, namespace=None):
-        flags = f"--xla_force_host_platform_device_count={devices} {FAST if fast else ''}"
+        flags = f"--xla_force_host_platform_device_count={devices} {FAST_FLAGS if fast else ''}"
         own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, **(env or {})}
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  # `close` closes it
         if spec is not None:

@@ -27,7 +27,7 @@ def tile_libraries(folder: Path, source: str) -> dict[str, ctypes.CDLL]:
     file = folder / "tiles.cpp"
     file.write_text(source + START)
     builds = BUILDS | ({"processor": ()} if has_tiles() else {})
-    if "avx512f" not in toolchain._processor().split():  # without these instructions both are the same library
+    if "avx512f" not in toolchain.processor().split():  # without these instructions both are the same library
         del builds["emulated, short vectors"]
     compilers = {}
     for number, (build, flags) in enumerate(builds.items()):

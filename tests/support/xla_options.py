@@ -11,4 +11,4 @@ OPTIONS = {
 if tuple(map(int, importlib.metadata.version("jax").split(".")[:2])) < (0, 11):  # the option is gone in JAX 0.11
     OPTIONS["xla_cpu_use_fusion_emitters"] = False
 
-FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in OPTIONS.items())
+FAST_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in OPTIONS.items())

@@ -199,11 +199,11 @@ def _checksum(command: tuple[str, ...], source: Path) -> str:
     ).stdout
     headers = sorted(HERE.glob("*.h")) if source == KERNELS else []
     sources = [file.read_text() for file in [*headers, source]]
-    parts = [*sources, *FLAGS, version("jaxlib"), version_text, platform.machine(), _processor()]
+    parts = [*sources, *FLAGS, version("jaxlib"), version_text, platform.machine(), processor()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def _processor() -> str:
+def processor() -> str:
     """The instructions that this processor knows: -march=native compiles for them."""
     return _cpuinfo("flags", "features")
 
