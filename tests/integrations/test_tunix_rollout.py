@@ -20,7 +20,11 @@ from routed_experts.integrations.tunix import RoutedExpertsRollout, align_record
 from support import tunix_runs
 from support.tunix_runs import NEW, PROMPTS, WIDTH, demo_policy, example_of, make_cluster, rollout_config
 
-pytestmark = [pytest.mark.tunix, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [
+    pytest.mark.tunix,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("fast_compilation"),
+]
 DEADLINE_S = 60
 
 

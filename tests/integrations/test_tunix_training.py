@@ -33,7 +33,11 @@ from support.tunix_runs import (
     vowel_share,
 )
 
-pytestmark = [pytest.mark.tunix, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [
+    pytest.mark.tunix,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("fast_compilation"),
+]
 STEPS = 4
 # Two float32 forwards of a sample may differ by this. Rounding each matrix product once moves the most sensitive token
 # of these samples by up to 1.7e-5 (60 trials around the float64 forward of transformers); there Tunix's forward is off
