@@ -13,7 +13,7 @@ from typing import NoReturn
 PARAM = "\0param\0"
 _SLOT = re.compile("\0([a-z_]+)\0")
 _PROMPT_PARAMS = ("prompt", "input_ids", "text")
-_OWN_NAMES: Mapping[str, str] = MappingProxyType({})
+OWN_NAMES: Mapping[str, str] = MappingProxyType({})  # of callers that have no other names for fields
 
 
 def field_slot(field: str) -> str:
@@ -97,7 +97,7 @@ class InvalidRequestError(RoutedExpertsError, ValueError):
         index: int | None = None,
         prompt_field: str = "prompt",
         depends_on_prompt: bool = False,
-        names: Mapping[str, str] = _OWN_NAMES,
+        names: Mapping[str, str] = OWN_NAMES,
     ) -> None:
         """`names`: of other fields in the message, where they are not their own."""
         field, prefix = param or "", ""

@@ -75,7 +75,6 @@ class PlacementControl:
 
     def _move_layers(self, placement: ExpertPlacement, layers_per_step: int) -> int:
         runner = self._replicated_runner()
-
         layers = runner.layers()
 
         def move(first: int) -> int:

@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.error_text import short_repr
-from routed_experts.core.errors import CaptureDisabledError, InvalidRequestError
+from routed_experts.core.errors import OWN_NAMES, CaptureDisabledError, InvalidRequestError
 from routed_experts.core.io_struct import GenerateReqInput, RoutingOptions
 from routed_experts.core.sampling_params import ROUTED_EXPERTS_FORMATS, ROUTED_EXPERTS_LAYERS, SamplingParams
 
@@ -35,7 +35,6 @@ class RoutingDefaults:
 
 
 SGLANG_DEFAULTS = RoutingDefaults()
-_OWN_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
 def resolve_routing_options(
@@ -45,7 +44,7 @@ def resolve_routing_options(
     prompt_len: int,
     capture: CaptureSpec | None,
     defaults: RoutingDefaults = SGLANG_DEFAULTS,
-    names: Mapping[str, str] = _OWN_NAMES,
+    names: Mapping[str, str] = OWN_NAMES,
 ) -> RoutingOptions:
     """Resolve the routing options of a request to an engine that records `capture`. `names`: of sampling parameters as
     they were sent. Raises InvalidRequestError naming the field, or CaptureDisabledError."""
