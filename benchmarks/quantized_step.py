@@ -44,6 +44,7 @@ EXPERTS = ("gate_up", "down")
 MODELS = {
     "qwen3-30b-a3b": QWEN3_30B_A3B,
     "gpt-oss-20b": PUBLISHED["GPT-OSS-20b"].config,
+    "olmoe": PUBLISHED["OLMoE-1B-7B"].config,
     "benchmark": HF_CONFIG,
 }
 

@@ -101,7 +101,7 @@ TILES = (
 # themselves, and from 8 rows an expert on a launch that scales all.
 CODE_TILES = (
     MoeTiles(rows=0.5, gate_up=_tile(8, 64, 128, 2, 3), down=_tile(8, 128, 256, 4, 2), scaled=RowScaling.INSIDE),
-    MoeTiles(rows=5, gate_up=_tile(8, 64, 256, 4, 2), down=_tile(8, 128, 256, 4, 2), scaled=RowScaling.INSIDE),
+    MoeTiles(rows=5, gate_up=_tile(8, 64, 128, 4, 3), down=_tile(8, 128, 256, 4, 2), scaled=RowScaling.INSIDE),
     MoeTiles(rows=8, gate_up=_tile(16, 64, 128, 2, 3), down=_tile(16, 64, 128, 2, 3), scaled=RowScaling.INSIDE),
     MoeTiles(rows=20, gate_up=_tile(32, 64, 128, 2, 3), down=_tile(32, 64, 128, 2, 3), scaled=CODE_ROWS),
     MoeTiles(rows=96, gate_up=_tile(64, 64, 128, 4, 4), down=_tile(32, 64, 128, 2, 3), scaled=CODE_ROWS),
