@@ -10,8 +10,8 @@ them, or all matrices in 4 bits.
 
 Both engines are in one process, and their runs take turns; capture is on and asked, and of the codes' engine off too.
 A step is the median over a run's steps, as in step.py; a ratio is the median over neighbouring runs. The floor is the
-bytes that a step must read over --bandwidth: codes have one or half a one, scales four a block of 128 x 128, or a group
-of 32. A run whose logprobs are not finite fails."""
+bytes that a step must read over --bandwidth: codes have one or half a one, scales four a block of 128 x 128, or two a
+group of 32. A run whose logprobs are not finite fails."""
 
 import argparse
 import dataclasses
@@ -30,7 +30,7 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS
 from routed_experts.engine.build.builder import build_engine
 from routed_experts.engine.control.components import EngineComponents
-from routed_experts.layers.quantized import E2M1, E4M3, INT4, inputs_of_byte, packed_run
+from routed_experts.layers.quantized import BFLOAT16, E2M1, E4M3, FLOAT32, INT4, inputs_of_byte, packed_run
 from routed_experts.models.decoder.code_selection import CodeSupport, fit_stacks, select_codes
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.layer_params import ParamKind
@@ -87,7 +87,13 @@ def build_coded(folder: Path, server: ServerArgs, form: str, *, all_matrices: bo
     for layer, selected in zip(model.config.layers, select_codes(model.config, {}, (), support).layers, strict=True):
         inputs = {spec.name: spec.shape[-2] for spec in layer.weights(model.config) if len(spec.shape) > 1}
         packed = [
-            dataclasses.replace(array, format=form, group=32, run=packed_run(inputs[array.name], 32, kernels.code_runs))
+            dataclasses.replace(
+                array,
+                format=form,
+                group=32,
+                run=packed_run(inputs[array.name], 32, kernels.code_runs),
+                scale_dtype=BFLOAT16 if kernels.bf16_scales else FLOAT32,
+            )
             for array in selected.coded
             if all_matrices or array.name in EXPERTS
         ]
@@ -109,7 +115,7 @@ def floor_bytes(plain: FamilyConfig, served: FamilyConfig | None, batch: int, co
         for spec in layer.weights(plain):
             if spec.name in coded:
                 array, matrices = coded[spec.name], experts if spec.kind is ParamKind.EXPERTS else 1
-                code = 1 / inputs_of_byte(array.format) + 4 / (array.group * array.span)
+                code = 1 / inputs_of_byte(array.format) + array.scale_dtype.itemsize / (array.group * array.span)
                 total -= matrices * spec.shape[-2] * spec.shape[-1] * (2 - code)
     return total
 

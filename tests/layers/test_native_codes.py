@@ -85,6 +85,16 @@ def by_output(weight):
     return dataclasses.replace(weight, span=1, scales=jnp.repeat(weight.scales, weight.span, axis=2))
 
 
+def in_bfloat16(weight):
+    """The weight with scales that are rounded to bfloat16, and held in it."""
+    return dataclasses.replace(weight, scales=weight.scales.astype(jnp.bfloat16))
+
+
+def in_float32(weight):
+    """The same numbers with scales in float32."""
+    return dataclasses.replace(weight, scales=weight.scales.astype(jnp.float32))
+
+
 def values_of(codes, form):
     """What the codes [I, O] or [I / 2, O] are, float64."""
     if form == E4M3:
@@ -166,6 +176,23 @@ def test_outputs_that_share_scales_have_the_bits_of_those_with_their_own(dtype, 
         np.testing.assert_array_equal(np.asarray(left, np.float32), np.asarray(right, np.float32))
     expected, size = looped(np.asarray(x, np.float64), weight, 1)
     assert np.all(np.abs(np.asarray(shared[0][-1][1], np.float64) - expected) <= ROUNDING["float32"] * size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("form", "depth", "cols", "group", "span"),
+    [(INT4, 258, 256, 32, 1), (INT4, 258, 256, 32, 128), (E2M1, 96, 389, 16, 1), (INT4, 64, 5, 64, 1)],
+)
+def test_scales_of_bfloat16_have_the_bits_of_the_same_in_float32(dtype, form, depth, cols, group, span):
+    """Of few rows and of many, and of columns that are no whole vectors."""
+    rng = np.random.default_rng(11)
+    half = in_bfloat16(coded(rng, 3, depth, cols, group, dtype, form=form, span=span))
+    x, counts = jnp.asarray(rng.standard_normal((70, depth)), dtype), (1, 2, 7, 25, 33, 70)
+    short, wide = (products_of_first_rows(x, one, counts, dtype) for one in (half, in_float32(half)))
+    for left, right in zip(jax.tree.leaves(short), jax.tree.leaves(wide), strict=True):
+        np.testing.assert_array_equal(np.asarray(left, np.float32), np.asarray(right, np.float32))
+    expected, size = looped(np.asarray(x, np.float64), in_float32(half), 1)
+    assert np.all(np.abs(np.asarray(short[0][-1][1], np.float64) - expected) <= ROUNDING["float32"] * size)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -287,6 +314,18 @@ def test_experts_whose_outputs_share_scales_have_the_bits_of_those_with_their_ow
     np.testing.assert_allclose(np.asarray(out, np.float64), oracle(dequantized(call)), atol=BOUNDS[dtype])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 2, 4, 256, 128), (40, 3, 5, 70, 34)])
+def test_experts_with_scales_of_bfloat16_have_the_bits_of_the_same_in_float32(dtype, shape):
+    call = expert_call(dtype, shape, 32, layers=2, layer=1, forms=(INT4, E2M1))
+    short, wide = (
+        dataclasses.replace(call, gate_up=cast(in_bfloat16(call.gate_up)), down=cast(in_bfloat16(call.down)))
+        for cast in (in_bfloat16, in_float32)
+    )
+    np.testing.assert_array_equal(bits(EXPERTS(short)), bits(EXPERTS(wide)))
+    np.testing.assert_allclose(np.asarray(EXPERTS(short), np.float64), oracle(dequantized(wide)), atol=BOUNDS[dtype])
+
+
 @pytest.mark.parametrize("activation", ["clamped swiglu", "tanh gelu"])
 def test_biased_experts_with_another_activation_equal_the_loop(activation):
     call, rng = expert_call("float32", (19, 3, 6, 80, 48), 32, layers=3, layer=1), np.random.default_rng(8)
@@ -335,7 +374,10 @@ def scaled_rows(weight, rows):
         (lambda w: dataclasses.replace(w, group=64), r"scales of weights are \[2, 3, 32\], not \[2, 2, 32\]"),
         (lambda w: scaled_rows(w, 2), r"scales of weights are \[2, 2, 32\], not \[2, 3, 32\]"),
         (lambda w: dataclasses.replace(w, scales=w.scales[..., :16]), r"scales of weights are \[2, 3, 16\], not"),
-        (lambda w: dataclasses.replace(w, scales=w.scales.astype(jnp.bfloat16)), "scales of weights are float32"),
+        (
+            lambda w: dataclasses.replace(w, scales=w.scales.astype(jnp.float16)),
+            "scales of weights are float32 or bfloat16",
+        ),
         (lambda w: dataclasses.replace(w, codes=w.codes.astype(jnp.float32)), "weights are not codes, but have scales"),
         (
             lambda w: dataclasses.replace(w, codes=w.codes.astype(jnp.float8_e5m2)),
@@ -456,6 +498,18 @@ def test_a_run_with_any_mix_equals_its_layers(mix, dtype):
     np.testing.assert_allclose(got[1][:real].astype(np.float32), normed[:real].astype(np.float32), atol=bound)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_with_scales_of_bfloat16_has_the_bits_of_the_same_in_float32(dtype):
+    case = stack_case(MIXED, dtype)
+    outs = []
+    for cast in (in_bfloat16, in_float32):
+        arrays = {name: cast(in_bfloat16(getattr(case.arrays, name))) for name in MIXED if MIXED[name] != E4M3}
+        own = dataclasses.replace(case, arrays=dataclasses.replace(case.arrays, **arrays))
+        outs.append(own.run(x=case.x.astype(jnp.float32)))
+    for short, wide in zip(*(jax.tree.leaves(out) for out in outs), strict=True):
+        np.testing.assert_array_equal(np.asarray(short, np.float32), np.asarray(wide, np.float32))
+
+
 @pytest.mark.parametrize("mix", [MATRICES, MIXED], ids="+".join)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_of_codes_follows_the_numbers(mix, dtype):
@@ -498,9 +552,9 @@ GEMM_ALONE = """
 #include "bf16_gemm.h"
 #define PRODUCT(name, Row)                                                                              \\
   extern "C" void name(int64_t rows, int64_t depth, int64_t cols, int64_t group, int shift,             \\
-                       const Row* x, rex::Format format, const uint8_t* codes, const float* scales,     \\
-                       float* out) {                                                                    \\
-    const rex::Codes w{format, codes, {scales, cols >> shift, shift, 0}, group};                        \\
+                       const Row* x, rex::Format format, const uint8_t* codes, bool is_bf16,            \\
+                       const void* scales, float* out) {                                                \\
+    const rex::Codes w{format, codes, {scales, is_bf16, cols >> shift, shift, 0}, group};               \\
     rex::multiply(rex::RowMatrix<const Row>{x, rows, depth, false}, w, cols, cols, out, cols);          \\
   }
 PRODUCT(in_floats, float)
@@ -529,17 +583,22 @@ def test_processors_that_know_less_have_the_same_products(tmp_path, without, is_
     library, rng = ctypes.CDLL(str(made)), np.random.default_rng(9)
     shapes = [(1040, 112, 0), (258, 64, 0), (258, 256, 7)]
     for form, (depth, cols, shift), group in itertools.product(FORMATS, shapes, GROUPS):
-        weight = coded(rng, 1, depth, cols, group, form=form, span=1 << shift)
+        weight, is_bf16 = coded(rng, 1, depth, cols, group, form=form, span=1 << shift), form == INT4
+        weight = in_bfloat16(weight) if is_bf16 else weight
         codes, scales = (np.ascontiguousarray(array[0]) for array in (weight.codes, weight.scales))
         for name, dtype in (("in_floats", np.float32), ("in_pairs", jnp.bfloat16)):
             multiply = getattr(library, name)
-            kinds = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, *(ctypes.c_void_p,) * 3)
+            kinds = (
+                ctypes.c_int,
+                *(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_bool),
+                *(ctypes.c_void_p,) * 2,
+            )
             multiply.argtypes, multiply.restype = (ctypes.c_int64,) * 4 + kinds, None
             x, products = rng.standard_normal((64, depth)).astype(dtype), []
             expected, size = looped(x.astype(np.float64), weight, 0)
             for rows in (64, 1, 2, 3, 5, 6, 9, 25):
                 products.append(np.full((rows, cols), np.nan, np.float32))
-                pointers = (array.ctypes.data for array in (codes, scales, products[-1]))
-                multiply(rows, depth, cols, group, shift, x.ctypes.data, FORMATS.index(form), *pointers)
+                pointers = (x.ctypes.data, FORMATS.index(form), codes.ctypes.data, is_bf16, scales.ctypes.data)
+                multiply(rows, depth, cols, group, shift, *pointers, products[-1].ctypes.data)
                 np.testing.assert_array_equal(bits(products[-1]), bits(products[0])[:rows])
             assert np.all(np.abs(products[0] - expected) <= ROUNDING["float32"] * size)

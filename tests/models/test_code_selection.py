@@ -6,6 +6,8 @@ import logging
 import math
 
 import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -15,8 +17,8 @@ from routed_experts.models.base.partitioning import ParallelConfig
 from routed_experts.models.decoder.code_selection import NO_CODES, CodeSupport, fit_stacks, without_codes
 from routed_experts.models.decoder.layer_regrouping import regroup
 from routed_experts.models.model_folder import ModelFolder
-from support.quantized_checkpoints import forms, quantize_folder
-from support.quantized_families import FAMILIES, sized_case, write
+from support.quantized_checkpoints import forms, quantize_folder, read_tensors, rewrite_folder, write_folder
+from support.quantized_families import FAMILIES, GPT_OSS, sized_case, write
 
 DENSE = ("qkv", "out", "dense_gate_up", "dense_down")
 SPARSE = ("qkv", "out", "gate_up", "down")
@@ -225,10 +227,52 @@ def test_codes_in_runs_are_loaded_as_the_same_numbers(int4):
         assert (weight.dequantize() == numbers.reshape(weight.shape)).all(), array.name
 
 
+@pytest.fixture(scope="module")
+def int4_of_scales(int4, tmp_path_factory):
+    """By dtype, the checkpoint of codes of 4 bits with scales of that dtype; "mixed" has one tensor in float32."""
+    tensors, folders = read_tensors(int4.quantized), {}
+    scales = [name for name in tensors if name.endswith(".weight_scale")]
+    assert all(tensors[name].dtype == ml_dtypes.bfloat16 for name in scales)
+    for dtype, names in (("float32", scales), ("float16", scales), ("mixed", ["model.layers.1.mlp.experts.3.up_proj"])):
+        cast = np.float16 if dtype == "float16" else np.float32
+        changed = {name: tensors[name].astype(cast) for name in scales if any(name.startswith(own) for own in names)}
+        assert changed
+        folders[dtype] = rewrite_folder(int4.quantized, tmp_path_factory.mktemp(dtype) / "folder", changed)
+    return {"bfloat16": int4.quantized, **folders}
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float32", "float16", "mixed"])
+def test_scales_of_codes_of_4_bits_are_kept_in_bfloat16_where_all_are_stored_in_it(int4_of_scales, stored):
+    folder = ModelFolder.open(int4_of_scales[stored])
+    short, wide = (folder.with_codes(CodeSupport(**RUNS, bf16_scales=reads)) for reads in (True, False))
+    model, expected = (own.load(jnp.dtype("float32")) for own in (short, wide))
+    for array in short.config.layers[1].coded:
+        is_short = stored == "bfloat16" or (stored == "mixed" and array.name != "gate_up")
+        own, other = (one.blocks[1][0][f"{array.name}_scale"][...] for one in (model, expected))
+        assert own.dtype == (jnp.bfloat16 if is_short else jnp.float32) and other.dtype == jnp.float32, array.name
+        assert (own.astype(jnp.float32) == other).all(), "exact"
+
+
+def test_powers_of_two_and_no_scales_of_e4m3_are_kept_in_bfloat16(tmp_path):
+    support = CodeSupport(formats=frozenset(CODE_DTYPES), bf16_scales=True)
+    for family, form, dtype in ((GPT_OSS, None, "bfloat16"), ("Qwen3-MoE", "float channel", "float32")):
+        written = write(tmp_path / family, family, form)
+        folder = ModelFolder.open(written.quantized).with_codes(support)
+        states = [folder.shapes(jnp.dtype("bfloat16"))]
+        states += [nnx.state(own.load(jnp.dtype("float32"))) for own in (folder, ModelFolder.open(written.copy))]
+        shapes, coded, plain = (
+            {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)} for state in states
+        )
+        assert folder.config.coded_arrays
+        for name in folder.config.coded_arrays:
+            codes, scales = coded[name][...], coded[f"{name}_scale"][...]
+            assert shapes[f"{name}_scale"].dtype == scales.dtype == dtype
+            weight = QuantizedWeight.create(codes, scales)
+            assert (weight.dequantize() == plain[name][...].reshape(weight.shape)).all(), "exact"
+
+
 def test_experts_are_codes_together_or_not_at_all(qwen, tmp_path):
     """One plain tensor of a layer's experts makes all of them numbers."""
-    from support.quantized_checkpoints import read_tensors, write_folder
-
     tensors, copy = read_tensors(qwen.quantized), read_tensors(qwen.copy)
     name = "model.layers.1.mlp.experts.3.down_proj"
     del tensors[f"{name}.weight_scale_inv"]

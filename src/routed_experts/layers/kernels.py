@@ -156,6 +156,7 @@ class Kernels:
     many bytes of codes on one device; larger ones are cut (models/decoder/code_selection.py). `code_runs`: codes of 4
     bits are packed in the first run of these that `packed_run` allows, and dequantised where it allows none.
     `code_spans`: outputs that may share a scale, the largest first; where they may not, each has its own.
+    `bf16_scales`: whether scales of codes of 4 bits may be bfloat16.
 
     `stream_dtype`: of the residual stream, and so of all values between the products of a layer, whatever the
     weights' dtype is; None: that of the weights. With float32, half precision rounds in these places alone, in a
@@ -180,6 +181,7 @@ class Kernels:
     outputs_first: bool = False
     code_runs: tuple[int, ...] = (1,)
     code_spans: tuple[int, ...] = (1,)
+    bf16_scales: bool = False
     code_stack_fits: Callable[[int], bool] = lambda num_bytes: True
     stream_dtype: jnp.dtype | None = None
 

@@ -31,7 +31,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped, UInt8
 
-FLOAT32 = jnp.dtype(jnp.float32)
+FLOAT32, BFLOAT16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)  # of scales
 SCALE = "_scale"  # behind the name of an array of codes: its scales
 GROUPS = (128, 64, 32, 16)  # inputs that may share a scale
 SPANS = (128, 1)  # outputs that may share a scale
@@ -81,12 +81,12 @@ def has_nan(codes: Shaped[np.ndarray, "..."]) -> bool:
 class QuantizedWeight:
     """A stack of matrices. `group`: inputs that share a scale, one of GROUPS; `span`: outputs that do, one of SPANS.
     `outputs_first`: the last two axes of the codes are swapped, [R, O, I], as checkpoints have them; scales are
-    [R, J, P] in either case. With codes of 4 bits the axis of inputs has I / 2 bytes, packed in runs of `run` inputs.
-    `dtype`: of the model, which weights have that are no codes; kernels may round rows to it, as they would for such a
-    weight."""
+    [R, J, P] in either case, float32, or of codes of 4 bits also bfloat16. With codes of 4 bits the axis of inputs has
+    I / 2 bytes, packed in runs of `run` inputs. `dtype`: of the model, which weights have that are no codes; kernels
+    may round rows to it, as they would for such a weight."""
 
     codes: Shaped[Array, "R I O"] | Shaped[Array, "R O I"]
-    scales: Float[Array, "R J P"]  # float32
+    scales: Float[Array, "R J P"]
     group: int = dataclasses.field(metadata={"static": True})
     span: int = dataclasses.field(default=1, metadata={"static": True})
     format: str = dataclasses.field(default=E4M3, metadata={"static": True})  # a key of CODE_DTYPES
@@ -145,7 +145,8 @@ class QuantizedWeight:
         """The numbers, float32: one product each, rounded to nearest even."""
         codes = jnp.swapaxes(self.codes, -1, -2) if self.outputs_first else self.codes
         values = self._values(codes)
-        by_output = self.scales if self.span == 1 else jnp.repeat(self.scales, self.span, axis=2)
+        scales = self.scales.astype(jnp.float32)
+        by_output = scales if self.span == 1 else jnp.repeat(scales, self.span, axis=2)
         return values * jnp.repeat(by_output, self.group, axis=1)[:, : values.shape[1]]
 
     def _values(self, codes: Shaped[Array, "R bytes O"]) -> Float[Array, "R I O"]:

@@ -206,6 +206,19 @@ def test_products_with_codes_of_4_bits_equal_float64(case, form, dtype):
     assert np.max(np.abs(np.asarray(total - plain)) / reach) < 2 * SUMS
 
 
+@pytest.mark.parametrize("form", ["int4", "e2m1"])
+@pytest.mark.parametrize("name", ["the table, one row", "the table, parts", "the table, many rows"])
+def test_scales_of_bfloat16_have_the_bits_of_the_same_in_float32(name, form):
+    rows, inputs, outputs, group, run, tile = HALVES[name]
+    keys = jax.random.split(jax.random.key(rows), 2)
+    x = jax.random.normal(keys[0], (rows, inputs), HALF)
+    weight = random_halves(keys[1], 2, inputs, outputs, group, form=form, run=run)
+    short = dataclasses.replace(weight, scales=weight.scales.astype(HALF))
+    wide = dataclasses.replace(weight, scales=short.scales.astype(F32))
+    product = jax.jit(lambda x, w: partial_sums(x, w, jnp.int32(1), tile=tile, interpret=True))
+    np.testing.assert_array_equal(product(x, short), product(x, wide))
+
+
 def test_a_part_of_a_sum_begins_where_a_group_does():
     for inputs, group in ((2048, 128), (576, 64), (320, 64), (192, 16), (160, 32), (1100, 128)):
         for rows in (1, 16, 100, 512):

@@ -22,7 +22,7 @@ from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PARAM, WeightsMismatchError
 from routed_experts.engine.control.served_model import ServedModel
 from routed_experts.execution.memory_plan import common_dtype
-from routed_experts.layers.quantized import E4M3, SCALE, has_nan
+from routed_experts.layers.quantized import E4M3, FLOAT32, SCALE, has_nan
 from routed_experts.models.decoder.code_selection import without_codes
 from routed_experts.models.decoder.coded_arrays import CodedArray, quantized_arrays
 from routed_experts.models.decoder.decoder import decoder_shapes
@@ -71,11 +71,13 @@ def to_copies(new: Weights, served: nnx.State[Any, Any], config: FamilyConfig | 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
-    """Arrays that a push may have: shapes and dtypes by name. Those in `plain` may have any of PLAIN_DTYPES.
+    """Arrays that a push may have: shapes and dtypes by name. Those in `plain` may have any of PLAIN_DTYPES, and those
+    in `exact` are not cast.
     `is_regrouped`: they are in the blocks of the plain model, and not in those that are served."""
 
     arrays: Mapping[str, Any]
     plain: Collection[str] = ()
+    exact: Collection[str] = ()
     is_regrouped: bool = False
 
     def differences(self, inputs: Mapping[str, object], *, any_dtype: bool) -> list[str]:
@@ -84,7 +86,10 @@ class _Layout:
             f"{name}: {_describe(inputs.get(name))} for {_describe(array)}"
             for name, array in self.arrays.items()
             if not _matches(
-                inputs.get(name), array, any_dtype=any_dtype, others=PLAIN_DTYPES if name in self.plain else ()
+                inputs.get(name),
+                array,
+                any_dtype=any_dtype and name not in self.exact,
+                others=PLAIN_DTYPES if name in self.plain else (),
             )
         ]
         unknown = [(name, leaf) for name, leaf in inputs.items() if name not in self.arrays]
@@ -111,7 +116,8 @@ def _matched(
     given = {name: array for name, array in coded.items() if f"{name}{SCALE}" not in inputs}
     _refuse_plain({name: array for name, array in given.items() if _is_numbers(_to_array(inputs.get(name)))})
     quantized = {name: array for name, array in given.items() if array.format == E4M3}
-    layouts = [_served_layout(arrays, quantized), *_plain_layouts(arrays, config, inputs)]
+    exact = {f"{name}{SCALE}" for name, array in coded.items() if array.scale_dtype != FLOAT32}
+    layouts = [_served_layout(arrays, quantized, exact), *_plain_layouts(arrays, config, inputs)]
     layout = _chosen(inputs, layouts, any_dtype=any_dtype)
     found = {name: _to_array(leaf) for name, leaf in inputs.items()}
     if layout.is_regrouped:
@@ -131,15 +137,16 @@ def _chosen(inputs: Mapping[str, object], layouts: Sequence[_Layout], *, any_dty
     return layouts[least]
 
 
-def _served_layout(served: Mapping[str, Any], quantized: Mapping[str, CodedArray]) -> _Layout:
-    """The served arrays, with plain ones [R, I, O] in place of the codes and scales of `quantized`."""
+def _served_layout(served: Mapping[str, Any], quantized: Mapping[str, CodedArray], exact: Collection[str]) -> _Layout:
+    """The served arrays, with plain ones [R, I, O] in place of the codes and scales of `quantized`. Those of `exact`
+    are scales of fewer bits than float32, which a cast would round."""
     dtype, arrays = served["embed"].dtype, dict(served)
     for name, array in quantized.items():
         shape = served[name].shape
         plain = (shape[0], shape[2], shape[1]) if array.outputs_first else shape
         arrays[name] = jax.ShapeDtypeStruct(plain, dtype)
         del arrays[f"{name}{SCALE}"]
-    return _Layout(arrays=arrays, plain=quantized.keys())
+    return _Layout(arrays=arrays, plain=quantized.keys(), exact=exact)
 
 
 def _plain_layouts(served: Mapping[str, Any], config: FamilyConfig, inputs: Mapping[str, object]) -> list[_Layout]:

@@ -66,5 +66,6 @@ def gpu_kernels(*, interpret: bool, warpgroups: Warpgroups | None = None) -> Ker
         outputs_first=True,
         code_runs=RUNS,
         code_spans=SPANS,
+        bf16_scales=True,
         code_stack_fits=is_addressable,
     )

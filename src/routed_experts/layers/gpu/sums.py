@@ -93,7 +93,7 @@ def sum_products(
         at = [
             _scales_at(weights, matrix, first // weights.group, part[:, None]) for first in begins for part in columns
         ]
-        return tuple(load_or_zero(own, None if real is None else real.T) for own in at)
+        return tuple(_load_scales(own, None if real is None else real.T) for own in at)
 
     def step(index: Array, carry: tuple[tuple[Array, ...], tuple[Array, ...]]) -> tuple[tuple[Array, ...], ...]:
         # The compiler pipelines loads of a product's operands alone, so those of scales are a step ahead here.
@@ -127,7 +127,7 @@ def _sum_packed(block: _Block, inputs: Inputs, *, is_inside: bool) -> list[Float
         """Those of a step: pair by pair, group by group, and for each set of columns."""
         first, _, _ = inputs.step(jnp.minimum(index, steps - 1), size)
         return tuple(
-            load_or_zero(
+            _load_scales(
                 _scales_at(weights, block.matrix, (first + offset + start) // weights.group, part[:, None]), column
             )
             for offset in range(0, size, pair)
@@ -201,7 +201,7 @@ def _sum_few_rows(block: _Block, inputs: Inputs, *, is_scaled: bool) -> list[Flo
             groups = (first + group_offsets) // weights.group
             is_group = None if deep is None else (first + group_offsets < end)[None, :]
             at = [_scales_at(weights, block.matrix, groups[None, :], part[:, None]) for part in columns]
-            scales = [load_or_zero(own, combine_masks(is_group, real_column)) for own in at]  # C J
+            scales = [_load_scales(own, combine_masks(is_group, real_column)) for own in at]  # C J
             parts.append((first + offsets, None if deep is None else first + offsets < end, scales))
         if is_packed(weights):
             codes = [unpack_halves(own, weights.format, interpret=block.interpret) for own in stored]
@@ -234,6 +234,11 @@ def _scales_at(weights: QuantizedWeight, matrix: Array, groups: Array, columns: 
     """The scales of groups and columns, by reference."""
     scales: Any = weights.scales
     return scales.at[matrix, groups, columns if weights.span == 1 else columns // weights.span]
+
+
+def _load_scales(at: Any, mask: Array | None) -> Float[Array, "..."]:
+    """Scales, in float32."""
+    return load_or_zero(at, mask).astype(jnp.float32)
 
 
 def _sums_of_step(weights: QuantizedWeight, size: int) -> list[tuple[Int[Array, " I"], Int[Array, " J"]]]:

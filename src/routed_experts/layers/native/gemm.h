@@ -34,20 +34,32 @@ constexpr int64_t kPrefetchEvery = 8;  // rows of a panel between two prefetches
 constexpr int64_t kPrefetchColumns = 64;  // of the panels that are prefetched together: memory brings neighbouring lines faster
 constexpr int kPad = kLanes;     // between rows of scratch: rows a power of two apart would share a few lines of the cache
 
-// Scales of a matrix from its column `col` on: a row for each group, in which 2^shift columns share one. Vectors lie within such a span.
+// Scales of a matrix, float32 or bfloat16, from its column `col` on: a row for each group, in which 2^shift columns share one. Vectors lie
+// within such a span.
 struct ScaleRows {
-  const float* first;
+  const void* first;
+  bool is_bf16;
   int64_t ld;
   int shift;
-  int64_t col;
-  vf at(int64_t row, int64_t c) const {
-    const float* const own = first + row * ld;
-    return shift == 0 ? load(own + col + c) : vf{} + own[(col + c) >> shift];
+  int64_t col, row = 0;
+  vf at(int64_t below, int64_t c) const { return is_bf16 ? of<bf16>(below, c) : of<float>(below, c); }
+  vf at(int64_t below, int64_t c, int count) const {  // part of a vector: no span has one
+    return is_bf16 ? load(row_of<bf16>(below) + col + c, count) : load(row_of<float>(below) + col + c, count);
   }
-  vf at(int64_t row, int64_t c, int count) const { return load(first + row * ld + col + c, count); }  // part of a vector: no span has one
-  ScaleRows below(int64_t rows) const { return {first + rows * ld, ld, shift, col}; }
+  ScaleRows below(int64_t rows) const { return {first, is_bf16, ld, shift, col, row + rows}; }
+
+ private:
+  template <class T>
+  const T* row_of(int64_t below) const { return static_cast<const T*>(first) + (row + below) * ld; }
+  template <class T>
+  vf of(int64_t below, int64_t c) const {
+    const T* const own = row_of<T>(below);
+    return shift == 0 ? load(own + col + c) : vf{} + number(own[(col + c) >> shift]);
+  }
 };
-inline ScaleRows operator+(const ScaleRows& scales, int64_t cols) { return {scales.first, scales.ld, scales.shift, scales.col + cols}; }
+inline ScaleRows operator+(const ScaleRows& scales, int64_t cols) {
+  return {scales.first, scales.is_bf16, scales.ld, scales.shift, scales.col + cols, scales.row};
+}
 
 // A matrix of codes W, or some of its columns. `group`: a multiple of 16.
 template <class W>

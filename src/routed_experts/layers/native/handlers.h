@@ -42,7 +42,7 @@ struct Matrices {
   const T* plain() { return numbers.element_count() == 0 ? nullptr : reinterpret_cast<const T*>(numbers.untyped_data()); }
   Codes codes() {
     const int64_t ld = scales.dimensions()[2];
-    const ScaleRows rows{static_cast<const float*>(scales.untyped_data()), ld, ld == dim(2) ? 0 : kSpanShift, 0};
+    const ScaleRows rows{scales.untyped_data(), scales.element_type() == ffi::BF16, ld, ld == dim(2) ? 0 : kSpanShift, 0};
     return {format_of(numbers.element_type()), static_cast<const uint8_t*>(numbers.untyped_data()), rows, group};
   }
 };
@@ -60,7 +60,8 @@ inline std::string scales_fault(const Matrices& w, const std::string& name) {
   if (!w.coded()) return w.group == 0 && w.scales.element_count() == 0 ? "" : name + " are not codes, but have scales";
   if (w.group != 16 && w.group != 32 && w.group != 64 && w.group != 128)
     return "a group of " + name + " is " + std::to_string(w.group) + " inputs, not 16, 32, 64 or 128";
-  if (w.scales.element_type() != ffi::F32) return "scales of " + name + " are float32";
+  const ffi::DataType type = w.scales.element_type();
+  if (type != ffi::F32 && type != ffi::BF16) return "scales of " + name + " are float32 or bfloat16";
   const int64_t dims[] = {w.dim(0), (w.dim(1) + w.group - 1) / w.group, w.dim(2)};
   const auto have = w.scales.dimensions();
   if (have.size() == 3 && std::equal(have.begin(), have.begin() + 2, dims) && (have[2] == dims[2] || have[2] << kSpanShift == dims[2])) return "";

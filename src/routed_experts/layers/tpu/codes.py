@@ -246,6 +246,7 @@ def weight_arrays(weight: Weight) -> list[Array]:
         )
     num_groups = -(-weight.shape[1] // weight.group)
     assert weight.scales.shape == (weight.shape[0], num_groups, weight.shape[2]), (weight.scales.shape, weight.shape)
+    assert weight.scales.dtype == jnp.float32, weight.scales.dtype
     return [weight.codes, weight.scales]
 
 

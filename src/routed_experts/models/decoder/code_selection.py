@@ -13,7 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from routed_experts.layers.quantized import BLOCK, CODE_VALUES, E4M3, GROUPS, SPANS, packed_run
+from routed_experts.layers.quantized import BFLOAT16, BLOCK, CODE_VALUES, E4M3, FLOAT32, GROUPS, SPANS, packed_run
 from routed_experts.models.base.partitioning import ParallelConfig
 from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.decoder.coded_arrays import CodedArray
@@ -32,13 +32,14 @@ ONE_DEVICE = ParallelConfig(1)
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CodeSupport:
     """What an engine's kernels take (`Kernels.code_formats`, `outputs_first`, `code_runs`, `code_spans`,
-    `code_stack_fits`), and how the model is sharded. `quantizes`: plain checkpoints, too."""
+    `bf16_scales`, `code_stack_fits`), and how the model is sharded. `quantizes`: plain checkpoints, too."""
 
     formats: frozenset[str] = frozenset()
     quantizes: bool = False
     outputs_first: bool = False
     runs: tuple[int, ...] = (1,)
     spans: tuple[int, ...] = (1,)
+    bf16_scales: bool = False
     stack_fits: Callable[[int], bool] = lambda num_bytes: True
     parallel: ParallelConfig = ONE_DEVICE
 
@@ -129,21 +130,24 @@ def _coded(
     for spec in layer.weights(config):
         if len(spec.shape) != _AXES.get(spec.kind) or not stored[spec.name]:  # another one is a bias
             continue
-        form, group, span = _shared_form(stored[spec.name], matrices)
-        if group == 0 and quantizes and not any(source.name in matrices for source in stored[spec.name]):
-            form, group, span = E4M3, BLOCK, BLOCK
+        form = _shared_form(stored[spec.name], matrices)
+        if form is None and quantizes and not any(source.name in matrices for source in stored[spec.name]):
+            form = _Form(format=E4M3, group=BLOCK, span=BLOCK)
+        if form is None or form.format not in support.formats:
+            continue
         cuts, segments = _input_cuts(spec, support.parallel), _segments(plain[spec.name])
-        group = math.gcd(group, *cuts) if group else 0
-        run = packed_run(math.gcd(spec.shape[-2], *cuts), group, support.runs) if form in CODE_VALUES else 1
-        if form in support.formats and group >= GROUPS[-1] and run is not None:
+        group, is_packed = math.gcd(form.group, *cuts), form.format in CODE_VALUES
+        run = packed_run(math.gcd(spec.shape[-2], *cuts), group, support.runs) if is_packed else 1
+        if group >= GROUPS[-1] and run is not None:
             found[spec.name] = CodedArray(
                 name=spec.name,
                 group=group,
                 segments=segments,
-                span=_span(span, (*segments, *_output_parts(spec, support.parallel)), support),
-                format=form,
+                span=_span(form.span, (*segments, *_output_parts(spec, support.parallel)), support),
+                format=form.format,
                 outputs_first=support.outputs_first,
                 run=run,
+                scale_dtype=BFLOAT16 if is_packed and support.bf16_scales and form.has_bf16_scales else FLOAT32,
             )
     if not found.keys() >= _EXPERTS:
         return tuple(array for name, array in found.items() if name not in _EXPERTS)
@@ -158,8 +162,10 @@ def without_codes(config: FamilyConfig) -> FamilyConfig:
 
 def can_retain(array: CodedArray, source: WeightSource, matrices: Mapping[str, CodedTensor]) -> bool:
     """Whether a tensor of the array has codes that stay as they are."""
-    form, group, span = _shared_form((source,), matrices)
-    return form == array.format and group % array.group == 0 and span % array.span == 0
+    form = _shared_form((source,), matrices)
+    if form is None or (array.scale_dtype != FLOAT32 and not form.has_bf16_scales):
+        return False
+    return form.format == array.format and form.group % array.group == 0 and form.span % array.span == 0
 
 
 def _by_array(sources: Iterable[WeightSource]) -> dict[str, list[WeightSource]]:
@@ -176,18 +182,32 @@ def _segments(sources: Sequence[WeightSource]) -> tuple[int, ...]:
     return tuple(source.shape[-2 if source.transpose else -1] for source in ordered)
 
 
-def _shared_form(sources: Iterable[WeightSource], matrices: Mapping[str, CodedTensor]) -> tuple[str, int, int]:
-    """The format of all tensors of an array, and the largest group of inputs and span of outputs that the scales of all
-    allow; ("", 0, 0) where one is no code, or has another format."""
-    forms, group, span = set[str | None](), GROUPS[0], SPANS[0]
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Form:
+    """The format of the tensors of an array, the largest group of inputs and span of outputs that the scales of all
+    allow, and whether bfloat16 holds all scales."""
+
+    format: str
+    group: int
+    span: int
+    has_bf16_scales: bool = False
+
+
+def _shared_form(sources: Iterable[WeightSource], matrices: Mapping[str, CodedTensor]) -> _Form | None:
+    """That of all tensors of an array; None where one is no code, or has another format."""
+    shared: _Form | None = None
     for source in sources:
         matrix = matrices.get(source.name) if source.transpose else None
-        if matrix is None:
-            return "", 0, 0
-        forms.add(matrix.code_format)
-        group, span = math.gcd(group, matrix.group), math.gcd(span, matrix.span)
-    form = forms.pop() if len(forms) == 1 else None
-    return ("", 0, 0) if form is None else (form, group, span)
+        if matrix is None or matrix.code_format is None or (shared and shared.format != matrix.code_format):
+            return None
+        shared = shared or _Form(format=matrix.code_format, group=GROUPS[0], span=SPANS[0], has_bf16_scales=True)
+        shared = dataclasses.replace(
+            shared,
+            group=math.gcd(shared.group, matrix.group),
+            span=math.gcd(shared.span, matrix.span),
+            has_bf16_scales=shared.has_bf16_scales and matrix.has_bf16_scales,
+        )
+    return shared
 
 
 def _span(largest: int, sizes: Sequence[int], support: CodeSupport) -> int:

@@ -2,9 +2,10 @@
 fill them.
 
 An array `name` [..., I, O] of numbers becomes the codes `name`, of the same shape or with its last two axes swapped,
-and `name_scale` [..., J, P], float32. Codes of 4 bits are two a byte, along the inputs. Both are sharded as the numbers
-were: outputs in whole spans, inputs in whole groups, and with codes of 4 bits in whole pairs of runs. Dims: I inputs, O
-outputs, J groups of inputs, P spans of outputs."""
+and `name_scale` [..., J, P], float32; of codes of 4 bits bfloat16, where the checkpoint's scales are that or powers of
+two. Codes of 4 bits are two a byte, along the inputs. Both are sharded as the numbers were: outputs in whole spans,
+inputs in whole groups, and with codes of 4 bits in whole pairs of runs. Dims: I inputs, O outputs, J groups of inputs,
+P spans of outputs."""
 
 import dataclasses
 import itertools
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from routed_experts.layers.quantized import CODE_DTYPES, E4M3, SCALE, inputs_of_byte, quantize_blocks
+from routed_experts.layers.quantized import CODE_DTYPES, E4M3, FLOAT32, SCALE, inputs_of_byte, quantize_blocks
 from routed_experts.models.base.partitioning import AxisPartition, Segment
 from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.decoder.layer_params import ParamSpec
@@ -24,8 +25,8 @@ from routed_experts.models.loading.quantized_checkpoint import GROUP_SCALES
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CodedArray:
     """An array that is kept as codes: its name in the layer, the inputs and the outputs that share a scale, the order
-    of the codes, and the run in which those of 4 bits are packed. `segments`: the outputs of each of its tensors, which
-    are side by side; multiples of the span."""
+    of the codes, the run in which those of 4 bits are packed, and the dtype of the scales. `segments`: the outputs of
+    each of its tensors, which are side by side; multiples of the span."""
 
     name: str
     group: int
@@ -34,6 +35,7 @@ class CodedArray:
     format: str = E4M3
     outputs_first: bool = False
     run: int = 1
+    scale_dtype: jnp.dtype = FLOAT32
 
     def num_groups(self, inputs: int) -> int:
         """J."""
@@ -69,7 +71,7 @@ def coded_specs(specs: Iterable[ParamSpec], coded: Iterable[CodedArray]) -> Iter
             spec,
             name=f"{spec.name}{SCALE}",
             shape=(*lead, array.num_groups(inputs), outputs // array.span),
-            dtype=jnp.dtype(jnp.float32),
+            dtype=array.scale_dtype,
             fill=1.0,
             partition=_by_span(_by_group(spec.partition, array.group), array.span),
         )

@@ -222,6 +222,7 @@ class _Reader:
         allowed = (*_FLOAT_SCALES, *(_EXPONENTS if self.config.method == FP8 else ()))
         if dtype not in allowed:
             raise self._error(matrix.scales, f"is {dtype}", " or ".join(allowed))
+        matrix = dataclasses.replace(matrix, bf16_scales=dtype in ("bfloat16", *_EXPONENTS))
         if matrix.zero_points is None:
             return matrix
         self._check_zero_points(matrix.zero_points, matrix)

@@ -42,6 +42,7 @@ class QuantizedMatrix(CodedTensor):
     zero_points: str | None = None
     has_packed_zeros: bool = False  # in words, along the rows of the grid
     group_map: str | None = None
+    bf16_scales: bool = False  # or exponents
     unused: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -124,6 +125,10 @@ class QuantizedMatrix(CodedTensor):
     def span(self) -> int:
         """Neighbouring outputs that share their scales."""
         return self.block[0]
+
+    @property
+    def has_bf16_scales(self) -> bool:
+        return self.bf16_scales
 
     def as_codes(self) -> "StoredCodes":
         return StoredCodes(self)

@@ -65,6 +65,11 @@ class CodedTensor(DequantizableTensor):
     def span(self) -> int:
         """Neighbouring outputs that share their scales; the number of outputs where all do."""
 
+    @property
+    @abc.abstractmethod
+    def has_bf16_scales(self) -> bool:
+        """Whether bfloat16 holds the scales: they are stored in it, or as exponents."""
+
     @abc.abstractmethod
     def as_codes(self) -> VirtualTensor:
         """The codes [..., O, I], or [..., O, I / 2] where a byte has two."""
@@ -178,6 +183,10 @@ class Mxfp4(CodedTensor):
     @property
     def span(self) -> int:
         return 1
+
+    @property
+    def has_bf16_scales(self) -> bool:
+        return True
 
     def as_codes(self) -> "Mxfp4Codes":
         return Mxfp4Codes(self)
