@@ -226,8 +226,8 @@ class ModelFolder:
             form += " with other scales"
         raise WeightsMismatchError(
             f"{self.path}: {source.name} is stored as {form}, and {source.target} is served as {array.format} codes in "
-            f"groups of {array.group} inputs with {scales} scales, to which nothing is quantised here; load a checkpoint "
-            "of that form, or build the engine with quantization='none'",
+            f"groups of {array.group} inputs with {scales} scales, to which nothing is quantised here; load a "
+            "checkpoint of that form, or build the engine with quantization='none'",
             param="model_path",
         )
 
