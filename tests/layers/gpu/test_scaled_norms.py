@@ -34,8 +34,8 @@ pytestmark = pytest.mark.usefixtures("fast_in_every_run")
 HALF = jnp.bfloat16
 
 
-def scaled(x):
-    return jax.jit(functools.partial(scale_rows, interpret=True))(x)
+def scaled(x, *, interpret=True):
+    return jax.jit(functools.partial(scale_rows, interpret=interpret))(x)
 
 
 def assert_same(actual, expected):
@@ -55,17 +55,17 @@ def stream_of(num_rows, dim):
     return jnp.asarray(rows, HALF)
 
 
-def by_parts(x, norm):
+def by_parts(x, norm, *, interpret=True):
     parts = jnp.stack([x, -0.5 * x]).astype(jnp.float32)
-    return add_parts(x, parts, None, norm, interpret=True)
+    return add_parts(x, parts, None, norm, interpret=interpret)
 
 
-def by_slots(x, norm):
+def by_slots(x, norm, *, interpret=True):
     num_rows, top_k = x.shape[0], 2
     slots = jnp.repeat(x, top_k, axis=0)
     weights, valid = jnp.full((num_rows, top_k), 0.25), jnp.arange(num_rows) % 5 != 3
     outputs = SlotOutputs(slots=slots, weights=weights, valid=valid, inputs=x)
-    return add_slots(x, outputs, norm, interpret=True)
+    return add_slots(x, outputs, norm, interpret=interpret)
 
 
 def normed_by(add, x, matrices, *, offset=0.0):
@@ -80,11 +80,9 @@ def normed_by(add, x, matrices, *, offset=0.0):
     return jax.jit(run)(x, matrices)
 
 
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-@pytest.mark.parametrize(("num_rows", "dim"), [(8, 64), (17, 160), (64, 96), (9, 2080)])
-@pytest.mark.parametrize("add", [by_parts, by_slots])
-def test_scaled_rows_are_those_of_the_stored_norm_by_the_bit(add, num_rows, dim, offset):
-    """The stream and the norm are those without scaled rows."""
+def check_scaled_rows(add, num_rows, dim, offset, *, interpret):
+    """They are those of the stored norm, and the stream and the norm are those without scaled rows."""
+    add = functools.partial(add, interpret=interpret)
     x, weight = stream_of(num_rows, dim), random_weight(jax.random.key(0), 3, dim, 16, 16)
     stream, normed = normed_by(add, x, weight, offset=offset)
     plain_stream, plain_normed = normed_by(add, x, None, offset=offset)
@@ -95,8 +93,23 @@ def test_scaled_rows_are_those_of_the_stored_norm_by_the_bit(add, num_rows, dim,
     wide, inverse = np.asarray(normed.plain, np.float32), np.asarray(normed.scaled.inverse)
     assert not wide[0].any() and np.isfinite(wide).all() and np.isfinite(inverse).all()
     assert np.log2(inverse.max() / inverse[1:].min()) > 30, "rows of many magnitudes"
-    assert_same(normed.scaled, scaled(normed.plain))
+    assert_same(normed.scaled, scaled(normed.plain, interpret=interpret))
     assert_same((stream, normed.plain), (plain_stream, plain))
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize(("num_rows", "dim"), [(8, 64), (17, 160), (64, 96), (9, 2080)])
+@pytest.mark.parametrize("add", [by_parts, by_slots])
+def test_scaled_rows_are_those_of_the_stored_norm_by_the_bit(add, num_rows, dim, offset):
+    check_scaled_rows(add, num_rows, dim, offset, interpret=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize(("num_rows", "dim"), [(8, 2048), (17, 160), (64, 2880), (256, 4096)])
+@pytest.mark.parametrize("add", [by_parts, by_slots])
+def test_compiled_scaled_rows_are_those_of_the_stored_norm_by_the_bit(add, num_rows, dim, offset):
+    check_scaled_rows(add, num_rows, dim, offset, interpret=False)
 
 
 def as_they_are(x, norm):
