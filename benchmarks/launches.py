@@ -85,7 +85,7 @@ def compiled_as(options: Options, early: set[str]) -> Iterator[None]:
 
     def call(kernel: Callable[..., None], *args: Any, name: str | None = None, **others: Any) -> Any:
         def body(*refs: Any) -> None:
-            start_next(refs[-1])
+            start_next(jax.tree.leaves(refs)[-1])
             kernel(*refs)
 
         return pallas_call(body if name in early else kernel, *args, name=name, **others)

@@ -13,10 +13,11 @@ numbers rounded. Both are in memory at once, so a card of 80 GB holds 24 layers;
 fewer layers have, are refused.
 
 Variants: "bfloat16"; "codes", as served; "bfloat16 rows", where rows are not scaled to float16; "scaled before", by a
-launch before each product, and "scaled inside", by its blocks; "few rows", as that, and up to 4 rows are multiplied
-without the tensor cores. A program runs some steps, each from other rows. Programs take turns. us a
-layer: median of the rounds. of bfloat16: median and extremes of the rounds' ratios. floor: bytes of the matrices that a
-layer reads over --bandwidth. distance: of the stream after one layer, from float32 on the same codes, in the 2-norm."""
+launch before each product, and "scaled inside", by its blocks, neither by the kernel of the norm; "few rows", as that,
+and up to 4 rows are multiplied without the tensor cores. A program runs some steps, each from other rows. Programs take
+turns. us a layer: median of the rounds. of bfloat16: median and extremes of the rounds' ratios. floor: bytes of the
+matrices that a layer reads over --bandwidth. distance: of the stream after one layer, from float32 on the same codes,
+in the 2-norm."""
 
 import argparse
 import collections
@@ -40,9 +41,9 @@ from routed_experts.layers.gpu.backends import gpu_kernels
 from routed_experts.layers.gpu.linear import LinearTile, partial_sums, tile_for
 from routed_experts.layers.gpu.moe import MoeTiles, Tile, slot_outputs, tiles_for
 from routed_experts.layers.gpu.packed_codes import RUNS
-from routed_experts.layers.gpu.scaled_rows import RowScaling
+from routed_experts.layers.gpu.scaled_rows import Rows, RowScaling
 from routed_experts.layers.gpu.warpgroups import find_warpgroups
-from routed_experts.layers.kernels import FusedSteps, RouterBiases, SlotOutputs, StreamNorm
+from routed_experts.layers.kernels import FusedSteps, NormedRows, RouterBiases, SlotOutputs, StreamNorm
 from routed_experts.layers.linear import reference_linear
 from routed_experts.layers.moe import ExpertCall, tiled_experts
 from routed_experts.layers.norm import rms_norm
@@ -177,33 +178,47 @@ class Layers:
         """The stream behind all layers, and the ids [L, N, K]."""
         layers = jnp.arange(matrices.router.shape[0], dtype=jnp.int32)
         unroll = min(self.fused.unrolled, layers.shape[0])
-        carry, ids = lax.scan(lambda carry, layer: self.layer(carry, matrices, layer), (x, x), layers, unroll=unroll)
+        carry, ids = lax.scan(
+            lambda carry, layer: self.layer(carry, matrices, layer), self.first(x, matrices), layers, unroll=unroll
+        )
         return carry[0], ids
 
-    def layer(self, carry: tuple[Array, Array], matrices: Matrices, layer: Array) -> tuple[tuple[Array, Array], Array]:
+    def first(self, x: Array, matrices: Matrices) -> tuple[Array, NormedRows]:
+        """The stream and its norm before the first layer, for which the same rows are taken."""
+        return x, self.fused.normed_rows(x, self.next_matrices(matrices.first))
+
+    def next_matrices(self, weights: Weight) -> Weight | None:
+        """Those for which a norm's kernel scales its rows: as served where the variant says nothing of rows."""
+        return weights if self.variant in (PLAIN, CODES) else None
+
+    def layer(
+        self, carry: tuple[Array, NormedRows], matrices: Matrices, layer: Array
+    ) -> tuple[tuple[Array, NormedRows], Array]:
         """Stream and its norm behind one layer."""
         x, normed = carry
-        mixed = jnp.sum(self.product(normed, matrices.first, layer)[..., : self.sizes.heads], axis=0).astype(x.dtype)
-        parts, norm = self.product(mixed, matrices.out, layer), self.norm(x, layer)
+        mixed = self.product(normed.fastest, matrices.first, layer)[..., : self.sizes.heads]
+        mixed = jnp.sum(mixed, axis=0).astype(x.dtype)
+        parts, norm = self.product(mixed, matrices.out, layer), self.norm(x, layer, matrices.gate_up)
         x, normed, logits = self.fused.add_parts(x, parts, None, norm, matrices.router)
         routing, _ = self.fused.route(logits, None, None, layer, self.spec, RouterBiases(layer=layer))
-        call = expert_call(normed, routing.ids, routing.weights, matrices, layer, self.sizes.experts)
-        slots, slot_rows = self.slots(call)
+        call = expert_call(normed.plain, routing.ids, routing.weights, matrices, layer, self.sizes.experts)
+        slots, slot_rows = self.slots(dataclasses.replace(call, scaled=normed.scaled))
         outputs = SlotOutputs(
-            slots=slots, weights=routing.weights, valid=call.valid, inputs=normed, slot_rows=slot_rows
+            slots=slots, weights=routing.weights, valid=call.valid, inputs=normed.plain, slot_rows=slot_rows
         )
-        return self.fused.add_slots(x, outputs, norm), routing.ids
+        return self.fused.add_slots(x, outputs, self.norm(x, layer, matrices.first)), routing.ids
 
     @property
     def spec(self) -> RouterSpec:
         """The router's law."""
         return RouterSpec(num_experts=self.sizes.experts, top_k=self.sizes.top_k, renormalize=True)
 
-    def norm(self, x: Array, layer: Array) -> StreamNorm:
-        """With scales of 1."""
-        return StreamNorm(scales=jnp.ones((self.sizes.layers, x.shape[1]), x.dtype), layer=layer, eps=1e-6)
+    def norm(self, x: Array, layer: Array, weights: Weight) -> StreamNorm:
+        """With scales of 1, before a product with these matrices."""
+        scales = jnp.ones((self.sizes.layers, x.shape[1]), x.dtype)
+        return StreamNorm(scales=scales, layer=layer, eps=1e-6, next_matrices=self.next_matrices(weights))
 
-    def product(self, x: Array, weights: Weight, layer: Array) -> Array:
+    def product(self, x: Rows, weights: Weight, layer: Array) -> Array:
         """A projection in parts."""
         tile, num_rows = tile_for(x.shape[0], weights), x.shape[0]
         if self.variant in SCALINGS:
@@ -281,7 +296,8 @@ def compare(
         program = jax.jit(lambda x, m, layers=layers: lax.scan(lambda _, rows: ((), layers.run(rows, m)), (), x)[1])
         stream, ids = program(x, matrices[name])
         assert np.isfinite(np.asarray(stream.astype(jnp.float32))).all(), f"{name}, batch {batch}: not finite"
-        one = jax.jit(lambda x, m, layers=layers: layers.layer((x, x), m, jnp.int32(0))[0][0])(x[0], matrices[name])
+        one = jax.jit(lambda x, m, layers=layers: layers.layer(layers.first(x, m), m, jnp.int32(0))[0][0])
+        one = one(x[0], matrices[name])
         far = np.linalg.norm(np.asarray(one.astype(jnp.float32), np.float64) - oracle) / np.linalg.norm(oracle)
         met = np.asarray(ids).reshape(-1, ids.shape[-1] * batch)
         outs[name] = (statistics.mean(len(np.unique(row)) for row in met), float(far))

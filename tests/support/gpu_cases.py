@@ -485,7 +485,8 @@ def residual_case(seed, rows, dim, *, parts, top_k, dtype=jnp.float32, features=
         weights = jnp.asarray(rng.random((rows, top_k)), jnp.float32)
         norm = StreamNorm(scales=scales, layer=jnp.int32(1), eps=1e-6, offset=offset, residual_scale=scale)
         own = biases if features else None
-        actual = jax.jit(lambda x, p: add_parts(x, p, own, norm, interpret=interpret))(x, sums)
+        stream, normed = jax.jit(lambda x, p: add_parts(x, p, own, norm, interpret=interpret))(x, sums)
+        actual = [stream, normed.plain]
         flat, experts = slots.reshape(-1, dim), None
         if features:
             flat = jnp.concatenate([flat, shared])
@@ -495,7 +496,8 @@ def residual_case(seed, rows, dim, *, parts, top_k, dtype=jnp.float32, features=
             outputs = SlotOutputs(slots=flat, weights=weights, valid=valid, inputs=inputs, shared=experts)
             return add_slots(x, outputs, norm, interpret=interpret)
 
-        actual += jax.jit(add)(x, flat)
+        stream, normed = jax.jit(add)(x, flat)
+        actual += [stream, normed.plain]
         addends = [jnp.sum(sums, axis=0).astype(dtype), combine(slots, weights, valid)]
         if features:
             addends[0] += biases[1]
@@ -522,14 +524,15 @@ def residual_product_case(seed, dim, outputs, *, parts, dtype, features=False) -
         matrices = matrices.at[jnp.array([0, 2])].set(jnp.nan)
         own = biases if features else None
         norm = StreamNorm(scales=scales, layer=jnp.int32(1), eps=1e-6, offset=offset, residual_scale=scale)
-        actual = jax.jit(lambda *a: add_parts_and_multiply(*a, own, norm, matrices, interpret=interpret))(x, sums)
+        run = jax.jit(lambda *a: add_parts_and_multiply(*a, own, norm, matrices, interpret=interpret))
+        stream, normed, logits = run(x, sums)
+        actual = stream, normed.plain, jnp.sum(logits, axis=0)
         addend = jnp.sum(sums, axis=0).astype(dtype) + (biases[1] if features else 0)
         stream = x + addend * scale
         normed = rms_norm(stream, scales[1], eps=1e-6, offset=offset)
         logits = jnp.dot(normed.astype(matrices.dtype), matrices[1], preferred_element_type=jnp.float32)
         expected = stream, normed, logits
-        far = max(map(distance, (*actual[:2], jnp.sum(actual[2], axis=0)), expected))
-        return Outcome(distance=far, wrong_ids=0, bound=bound(dtype))
+        return Outcome(distance=max(map(distance, actual, expected)), wrong_ids=0, bound=bound(dtype))
 
     name = f"one row, D={dim} O={outputs} S={parts} {jnp.dtype(dtype)}{', features' if features else ''}"
     return Case(kernel="residual", name=name, run=run)

@@ -3,7 +3,9 @@ experts, M MoE layers, K experts per token, B rows, V vocabulary."""
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -66,13 +68,30 @@ class SharedExperts:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StreamNorm:
     """The norm that follows an addition to the residual stream: the scales of the run, to which `offset` is added, and
-    the layer's row. What is added to the stream is multiplied by `residual_scale`."""
+    the layer's row. What is added to the stream is multiplied by `residual_scale`. `next_matrices`: of the first
+    product of the normed rows, which tell whether it takes them in another form; None: they are needed as they are."""
 
     scales: Float[Array, "R D"]
     layer: Int[Array, ""]
     eps: float
     offset: float = 0.0
     residual_scale: float = 1.0
+    next_matrices: Weight | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NormedRows:
+    """The normed stream; `scaled`: the same rows in the form in which `next_matrices` are multiplied fastest, None
+    where that is `plain`."""
+
+    plain: Float[Array, "N D"]
+    scaled: Any = None
+
+    @property
+    def fastest(self) -> Any:
+        """The form for the product with `next_matrices`."""
+        return self.plain if self.scaled is None else self.scaled
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,19 +111,21 @@ class SlotOutputs:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FusedSteps:
     """The operations between the matrices of a layer as few kernels, for steps of at most `max_tokens` tokens, where
-    launches count. `product`: (x, matrices [R D O], layer) -> S parts of the sums, which the kernel that follows adds
-    up. `add_parts`: (x, parts, biases [R D] or None, norm, matrices) -> (x plus the parts, its norm, the norm's product
-    by the layer's matrix in parts). `route`: as a FusedRouter, with the biases of the run. `slots`: (call, shared
-    experts or None) -> each slot's expert applied to its row, and the shared ones to all rows, and the `slot_rows` of
-    SlotOutputs; the call's `first_expert` is the layer's offset in the run. `add_slots`: (x, outputs, norm) -> (x plus
-    the weighted slots, its norm). `unrolled`: layers in the body of the loop over layers; a loop's counter and the
-    layers' numbers are launches of their own."""
+    launches count. `normed_rows`: (normed rows, next matrices or None) -> the rows in all forms that `add_slots` would
+    make for these matrices. `product`: (x, or normed rows made for these matrices, matrices [R D O], layer) -> S parts
+    of the sums, which the kernel that follows adds up. `add_parts`: (x, parts, biases [R D] or None, norm, matrices) ->
+    (x plus the parts, its norm, the norm's product by the layer's matrix in parts). `route`: as a FusedRouter, with the
+    biases of the run. `slots`: (call, shared experts or None) -> each slot's expert applied to its row, and the shared
+    ones to all rows, and the `slot_rows` of SlotOutputs; the call's `first_expert` is the layer's offset in the run.
+    `add_slots`: (x, outputs, norm) -> (x plus the weighted slots, its norm). `unrolled`: layers in the body of the loop
+    over layers; a loop's counter and the layers' numbers are launches of their own."""
 
     max_tokens: int
-    product: Callable[[Float[Array, "N D"], Weight, Int[Array, ""]], Float[Array, "S N O"]]
+    normed_rows: Callable[[Float[Array, "N D"], Weight | None], NormedRows]
+    product: Callable[[Float[Array, "N D"] | NormedRows, Weight, Int[Array, ""]], Float[Array, "S N O"]]
     add_parts: Callable[
         [Float[Array, "N D"], Float[Array, "S N D"], Float[Array, "R D"] | None, StreamNorm, Float[Array, "R D O"]],
-        tuple[Float[Array, "N D"], Float[Array, "N D"], Float[Array, "P N O"]],
+        tuple[Float[Array, "N D"], NormedRows, Float[Array, "P N O"]],
     ]
     route: Callable[
         [
@@ -118,7 +139,7 @@ class FusedSteps:
         tuple[Routing, RoutingBlock | None],
     ]
     slots: Callable[[ExpertCall, SharedExperts | None], tuple[Float[Array, "P D"], Int[Array, "N K"] | None]]
-    add_slots: Callable[[Float[Array, "N D"], SlotOutputs, StreamNorm], tuple[Float[Array, "N D"], Float[Array, "N D"]]]
+    add_slots: Callable[[Float[Array, "N D"], SlotOutputs, StreamNorm], tuple[Float[Array, "N D"], NormedRows]]
     features: frozenset[str] = frozenset()  # of `FamilyConfig.stack_needs`, beside those of fused attention
     unrolled: int = 1
 

@@ -18,6 +18,7 @@ from routed_experts.layers.gpu import linear, warpgroup_numbers
 from routed_experts.layers.gpu.backends import gpu_kernels
 from routed_experts.layers.gpu.expert_rows import group_rows
 from routed_experts.layers.gpu.moe import gpu_experts
+from routed_experts.layers.gpu.scaled_rows import scale_rows
 from routed_experts.layers.gpu.warpgroup_experts import (
     FEWEST_CODE_ROWS,
     FEWEST_ROWS,
@@ -201,6 +202,14 @@ def test_experts_of_codes_equal_plain_code(shape, kind, activation):
     actual = warpgroup_experts(call, INTERPRETED, interpret=True)
     assert distance(actual, plain(call)) < 1e-2
     assert not np.asarray(actual)[~np.asarray(call.valid)].any()
+
+
+def test_rows_that_are_scaled_are_read_in_place_of_others():
+    call = make_coded_call((48, 1, 2, 128, 128), "padding")
+    scaled = scale_rows(call.x, interpret=True)
+    ready = dataclasses.replace(call, x=jnp.full_like(call.x, jnp.nan), scaled=scaled)
+    run = jax.jit(lambda call: warpgroup_experts(call, INTERPRETED, interpret=True))
+    np.testing.assert_array_equal(run(ready).astype(jnp.float32), run(call).astype(jnp.float32))
 
 
 @pytest.mark.parametrize("is_coded", [False, True])

@@ -8,14 +8,14 @@ from routed_experts.layers.gpu.linear import LARGEST, linear_in_place, partial_s
 from routed_experts.layers.gpu.moe import gpu_experts, slot_outputs, tiles_for
 from routed_experts.layers.gpu.operands import is_addressable
 from routed_experts.layers.gpu.packed_codes import RUNS
-from routed_experts.layers.gpu.residual import add_parts_and_multiply, add_slots
+from routed_experts.layers.gpu.residual import add_parts_and_multiply, add_slots, normed_rows
 from routed_experts.layers.gpu.router import route_rows
 from routed_experts.layers.gpu.warpgroup_experts import suits_warpgroups, tiled_outputs
 from routed_experts.layers.gpu.warpgroups import Warpgroups
-from routed_experts.layers.kernels import FusedRouter, FusedSteps, Kernels, SharedExperts
+from routed_experts.layers.kernels import FusedRouter, FusedSteps, Kernels, NormedRows, SharedExperts
 from routed_experts.layers.linear import LinearBackend
 from routed_experts.layers.moe import ALL_EXPERTS, ExpertCall, MoeBackend
-from routed_experts.layers.quantized import CODE_DTYPES, SPANS
+from routed_experts.layers.quantized import CODE_DTYPES, SPANS, Weight
 
 _UNROLLED = 4  # layers; with more, a program takes longer to compile
 _FUSED_FEATURES = ALL_EXPERTS | {
@@ -27,6 +27,10 @@ _FUSED_FEATURES = ALL_EXPERTS | {
 
 def gpu_kernels(*, interpret: bool, warpgroups: Warpgroups | None = None) -> Kernels:
     """The bundle; `interpret` runs it on any device, slowly, for tests. `warpgroups`: those of a Hopper GPU."""
+
+    def product(x: Float[Array, "N D"] | NormedRows, weights: Weight, layer: Int[Array, ""]) -> Float[Array, "S N O"]:
+        rows = x.fastest if isinstance(x, NormedRows) else x
+        return partial_sums(rows, weights, layer, interpret=interpret)
 
     def slots(call: ExpertCall, shared: SharedExperts | None) -> tuple[Float[Array, "P D"], Int[Array, "N K"] | None]:
         if warpgroups is not None and shared is None and suits_warpgroups(call):
@@ -40,7 +44,8 @@ def gpu_kernels(*, interpret: bool, warpgroups: Warpgroups | None = None) -> Ker
     )
     fused = FusedSteps(
         max_tokens=LARGEST,
-        product=functools.partial(partial_sums, interpret=interpret),
+        normed_rows=functools.partial(normed_rows, interpret=interpret),
+        product=product,
         add_parts=functools.partial(add_parts_and_multiply, interpret=interpret),
         route=functools.partial(route_rows, interpret=interpret),
         slots=slots,

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from routed_experts.layers.gpu.blocks import combine_masks, power_of_two, scaled_step
 from routed_experts.layers.gpu.expert_rows import one_matrix
 from routed_experts.layers.gpu.operands import Inputs, check_weights, is_packed
-from routed_experts.layers.gpu.scaled_rows import CODE_ROWS, RowScaling, rows_for_codes, scale_rows
+from routed_experts.layers.gpu.scaled_rows import CODE_ROWS, Rows, RowScaling, ScaledRows, rows_for_codes, scale_rows
 from routed_experts.layers.gpu.sums import FEWEST_ROWS, part_unit, sum_products
 from routed_experts.layers.gpu.warpgroup_codes import CODE_TILE, has_code_blocks, multiply_codes
 from routed_experts.layers.gpu.warpgroup_numbers import NUMBER_TILE, multiply_numbers, suits_number_products
@@ -131,7 +131,7 @@ def _product(x: Any, weights: Any, layer: Any, out: Any, *, tile: LinearTile, in
 
 
 def partial_sums(
-    x: Float[Array, "N D"],
+    x: Rows,
     weights: Weight,
     layer: Int[Array, ""] | int,
     *,
@@ -139,10 +139,11 @@ def partial_sums(
     dtype: Any = jnp.float32,
     interpret: bool = False,
 ) -> Float[Array, "S N O"]:
-    """x times the layer's matrix, as S parts that the next kernel adds up as it reads them."""
+    """x [N, D] times the layer's matrix, as S parts that the next kernel adds up as it reads them."""
     num_rows, outputs = x.shape[0], weights.shape[2]
     tile = tile or tile_for(num_rows, weights)
     is_coded = isinstance(weights, QuantizedWeight)
+    assert is_coded or not isinstance(x, ScaledRows), "numbers are multiplied by rows as they are"
     tile = dataclasses.replace(tile, inner=scaled_step(tile.inner, x.dtype if is_coded else weights.dtype))
     if is_coded:
         check_weights(weights)

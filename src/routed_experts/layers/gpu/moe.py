@@ -421,7 +421,9 @@ def slot_outputs(
             name=name,
         )(first, call.valid, flat, counts, order, *given)
 
-    gate_up, down = [prepared(call.x, tiles.gate_up), call.gate_up, call.gate_up_bias], [call.down, call.down_bias]
+    is_scaled = call.scaled is not None and scaled is not None and tiles.gate_up.rows >= FEWEST_ROWS
+    x = call.scaled if is_scaled else prepared(call.x, tiles.gate_up)
+    gate_up, down = [x, call.gate_up, call.gate_up_bias], [call.down, call.down_bias]
     assert (call.gate_up_bias is None) == (call.down_bias is None), "both products have biases, or none"
     if shared is None:
         (hidden,) = product(_gate_up, "experts_gate_up", tiles.gate_up, gate_up, [(slots, width)], 0)

@@ -1,5 +1,6 @@
 """The residual stream on a GPU: add a layer's output, in parts or in slots, and normalise the sum, as one kernel; for a
-single row the product that follows is part of it.
+single row the product that follows is part of it. Where the norm is multiplied by codes that take scaled rows, the same
+kernel makes them, of the numbers of the norm as they are stored: they are those of `scale_rows` by a bit.
 
 Rounded as the plain code rounds: the addend is one array of the model's dtype, so are its bias, its scale and the sum,
 and `rms_norm` reads that. Dims: N tokens, D hidden, S parts of a sum, K experts per token, R layers of the stack."""
@@ -19,7 +20,10 @@ from jaxtyping import Array, Float
 from routed_experts.layers.gpu.activations import sigmoid
 from routed_experts.layers.gpu.blocks import combine_masks, load_or_zero, power_of_two, rounded
 from routed_experts.layers.gpu.linear import LinearTile, choose_tile, partial_sums
-from routed_experts.layers.kernels import SlotOutputs, StreamNorm
+from routed_experts.layers.gpu.scaled_rows import scale_rows, scaled_shape, to_float16
+from routed_experts.layers.gpu.sums import takes_scaled_rows
+from routed_experts.layers.kernels import NormedRows, SlotOutputs, StreamNorm
+from routed_experts.layers.quantized import Weight
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +71,13 @@ def _finish(refs: tuple[Any, ...], addend: Callable[[Array, Array | None], Array
     scale = load_or_zero(scales.at[layer[0], lanes], real).astype(jnp.float32)
     old = load_or_zero(x.at[row, lanes], real).astype(jnp.float32)
     total = _added(old, addend(lanes, real), x.dtype, static.residual_scale)
-    norm = _scaled(total, _inverse(total, dim, static.eps), scale, x.dtype, static.offset)
+    norm = _scaled(total, _inverse(total, dim, static.eps), scale, x.dtype, static.offset).astype(x.dtype)
     plgpu.store(stream.at[row, lanes], total.astype(x.dtype), mask=real)
-    plgpu.store(normed.at[row, lanes], norm.astype(x.dtype), mask=real)
+    plgpu.store(normed.plain.at[row, lanes], norm, mask=real)
+    if normed.scaled is not None:
+        values, inverse = to_float16(norm)
+        plgpu.store(normed.scaled.values.at[row, lanes], values, mask=real)
+        normed.scaled.inverse[row] = inverse
 
 
 def _of_parts(*refs: Any, static: _Norm) -> None:
@@ -155,19 +163,26 @@ def _of_slots(*refs: Any, shared: bool, gated: bool, moved: bool, static: _Norm)
 
 def _call(
     kernel: Callable[..., None], name: str, x: Float[Array, "N D"], norm: StreamNorm, *args: Array, interpret: bool
-) -> tuple[Float[Array, "N D"], Float[Array, "N D"]]:
+) -> tuple[Float[Array, "N D"], NormedRows]:
     num_rows, dim = x.shape
-    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    shape: Any = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    is_scaled = takes_scaled_rows(num_rows, x.dtype, norm.next_matrices)
     static = _Norm(eps=norm.eps, offset=norm.offset, residual_scale=norm.residual_scale)
     stream, normed = pl.pallas_call(
         functools.partial(kernel, static=static),
-        (shape, shape),
+        (shape, NormedRows(shape, scaled_shape(num_rows, dim) if is_scaled else None)),
         grid=(num_rows,),
         compiler_params=plgpu.CompilerParams(num_warps=8 if dim >= 2048 else 4, num_stages=1),
         interpret=interpret,
         name=name,
     )(x, norm.scales, norm.layer.reshape(1), *args)
     return stream, normed
+
+
+def normed_rows(normed: Float[Array, "N D"], next_matrices: Weight | None, *, interpret: bool = False) -> NormedRows:
+    """Rows that another kernel has normed, as those here make them; at most one launch."""
+    is_scaled = takes_scaled_rows(normed.shape[0], normed.dtype, next_matrices)
+    return NormedRows(normed, scale_rows(normed, interpret=interpret) if is_scaled else None)
 
 
 def add_parts(
@@ -177,7 +192,7 @@ def add_parts(
     norm: StreamNorm,
     *,
     interpret: bool = False,
-) -> tuple[Float[Array, "N D"], Float[Array, "N D"]]:
+) -> tuple[Float[Array, "N D"], NormedRows]:
     """x plus the sum of the parts and the layer's bias, and its norm."""
     args = [array for array in (parts, biases) if array is not None]
     return _call(_of_parts, "add_parts", x, norm, *args, interpret=interpret)
@@ -185,7 +200,7 @@ def add_parts(
 
 def add_slots(
     x: Float[Array, "N D"], outputs: SlotOutputs, norm: StreamNorm, *, interpret: bool = False
-) -> tuple[Float[Array, "N D"], Float[Array, "N D"]]:
+) -> tuple[Float[Array, "N D"], NormedRows]:
     """x plus the weighted slots in executed order and the shared experts' output, and its norm; to rows of padding no
     slot is added. A gate's product is made here, where a block has the whole row."""
     args, gate = [outputs.slots, outputs.weights, outputs.valid], outputs.shared and outputs.shared.gate
@@ -207,12 +222,12 @@ def add_parts_and_multiply(
     matrices: Float[Array, "R D O"],
     *,
     interpret: bool = False,
-) -> tuple[Float[Array, "N D"], Float[Array, "N D"], Float[Array, "P N O"]]:
+) -> tuple[Float[Array, "N D"], NormedRows, Float[Array, "P N O"]]:
     """As `add_parts`, and the norm times the layer's matrix in P parts; for one row as one kernel."""
     (num_rows, dim), outputs = x.shape, matrices.shape[2]
     if num_rows > 1:
         x, normed = add_parts(x, parts, biases, norm, interpret=interpret)
-        return x, normed, partial_sums(normed, matrices, norm.layer, interpret=interpret)
+        return x, normed, partial_sums(normed.plain, matrices, norm.layer, interpret=interpret)
     tile = choose_tile(1, dim, outputs)
     row = jax.ShapeDtypeStruct(x.shape, x.dtype)
     args = [array for array in (parts, biases) if array is not None]
@@ -225,4 +240,4 @@ def add_parts_and_multiply(
         interpret=interpret,
         name="add_parts_and_multiply",
     )(x, norm.scales, norm.layer.reshape(1), *args, matrices)
-    return stream, normed, sums
+    return stream, NormedRows(normed), sums

@@ -1,5 +1,5 @@
-"""Rows of bfloat16 as float16, each times a power of two, for products with codes: whole rows by a kernel of their own,
-or the inputs of one step of a sum at a time, inside the kernel of the product.
+"""Rows of bfloat16 as float16, each times a power of two, for products with codes: whole rows by the kernel that makes
+them (residual.py) or by one of their own, or the inputs of one step of a sum at a time, inside the product's kernel.
 
 A row's largest number is taken to [2^14, 2^15), just below the largest float16, and its sums are multiplied by the
 inverse, which is exact. float16 has more bits than bfloat16, but ends at 2^-24: numbers of a row from 2^-31 of its
@@ -28,7 +28,7 @@ _MOST_ROWS = 16  # of a block
 
 
 class RowScaling(enum.Enum):
-    """Where rows of bfloat16 become float16."""
+    """Where rows that come as bfloat16 become float16."""
 
     KERNEL = "kernel"  # once, by a launch before the product
     INSIDE = "inside"  # by each block of the product, step by step
@@ -50,6 +50,11 @@ class ScaledRows:
         """N and D."""
         return self.values.shape
 
+    @property
+    def dtype(self) -> Any:
+        """Of the numbers: float16."""
+        return self.values.dtype
+
 
 Rows = Float[Array, "N D"] | ScaledRows
 
@@ -66,14 +71,14 @@ def power_of_rows(x: Float[Array, "... I"]) -> tuple[Float[Array, " ..."], Float
     return _exponent(power), _exponent(-power)
 
 
-def to_float16(x: Float[Array, "T I"]) -> tuple[Float[Array, "T I"], Float[Array, " T"]]:
+def to_float16(x: Float[Array, "... I"]) -> tuple[Float[Array, "... I"], Float[Array, " ..."]]:
     """Each row times its power of two, and the inverse of the power."""
     wide = x.astype(jnp.float32)
     power, inverse = power_of_rows(wide)
-    return (wide * power[:, None]).astype(jnp.float16), inverse
+    return (wide * power[..., None]).astype(jnp.float16), inverse
 
 
-def _scale(x: Any, values: Any, inverse: Any, *, size: int) -> None:
+def _scale(x: Any, scaled: Any, *, size: int) -> None:
     """Block of `size` rows."""
     num_rows, dim = x.shape
     rows, lanes = pl.program_id(0) * size + jnp.arange(size), jnp.arange(power_of_two(dim))
@@ -83,26 +88,34 @@ def _scale(x: Any, values: Any, inverse: Any, *, size: int) -> None:
     )
     at = rows[:, None], lanes[None, :]
     own, back = to_float16(load_or_zero(x.at[at], mask))
-    plgpu.store(values.at[at], own, mask=mask)
-    plgpu.store(inverse.at[rows], back, mask=inside)
+    plgpu.store(scaled.values.at[at], own, mask=mask)
+    plgpu.store(scaled.inverse.at[rows], back, mask=inside)
+
+
+def scaled_shape(num_rows: int, dim: int) -> ScaledRows:
+    """Shapes and dtypes of that many scaled rows."""
+    values: Any = jax.ShapeDtypeStruct((num_rows, dim), jnp.float16)
+    inverse: Any = jax.ShapeDtypeStruct((num_rows,), jnp.float32)
+    return ScaledRows(values, inverse)
 
 
 def scale_rows(x: Float[Array, "N D"], *, interpret: bool) -> ScaledRows:
     """The rows for a product with codes. One launch. A row with a number that is not finite has no finite sum."""
     num_rows, dim = x.shape
     size = min(max(_BLOCK // power_of_two(dim), 1), _MOST_ROWS, power_of_two(num_rows))
-    values, inverse = pl.pallas_call(
-        lambda *refs: _scale(*refs, size=size),
-        (jax.ShapeDtypeStruct(x.shape, jnp.float16), jax.ShapeDtypeStruct((num_rows,), jnp.float32)),
+    return pl.pallas_call(
+        lambda x, scaled: _scale(x, scaled, size=size),
+        scaled_shape(num_rows, dim),
         grid=(pl.cdiv(num_rows, size),),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="scale_rows",
     )(x)
-    return ScaledRows(values, inverse)
 
 
-def rows_for_codes(x: Float[Array, "N D"], scaled: RowScaling | None, *, interpret: bool) -> Rows:
+def rows_for_codes(x: Rows, scaled: RowScaling | None, *, interpret: bool) -> Rows:
     """Scaled if they are bfloat16 and a kernel of their own is asked for, which saves the decoder three of four
-    instructions and adds a launch; float16 and float32 need no scaling."""
-    return scale_rows(x, interpret=interpret) if scaled is RowScaling.KERNEL and x.dtype == jnp.bfloat16 else x
+    instructions and adds a launch; float16, float32 and scaled rows need no scaling."""
+    if isinstance(x, ScaledRows) or scaled is not RowScaling.KERNEL or x.dtype != jnp.bfloat16:
+        return x
+    return scale_rows(x, interpret=interpret)

@@ -51,6 +51,13 @@ class _Block:
     interpret: bool
 
 
+def takes_scaled_rows(num_rows: int, dtype: Any, weights: Weight | None) -> bool:
+    """Whether products with these matrices are faster with rows of that dtype as ScaledRows: those of codes on the
+    tensor cores. Of 4 bits, and of fewer rows, codes have products that scale rows themselves."""
+    is_coded = isinstance(weights, QuantizedWeight) and not is_packed(weights)
+    return is_coded and num_rows >= FEWEST_ROWS and dtype == jnp.bfloat16
+
+
 def part_unit(weights: Weight) -> int:
     """Inputs of which a part of a sum has a multiple."""
     if not isinstance(weights, QuantizedWeight):

@@ -44,7 +44,8 @@ def tiled_outputs(
 
     if isinstance(gate_up, QuantizedWeight):
         assert isinstance(down, QuantizedWeight), "see `suits_warpgroups`"
-        scaled, rows, tiles = grouped(scale_rows(call.x, interpret=interpret), tile_of_codes(call.expert_rows))
+        scaled = scale_rows(call.x, interpret=interpret) if call.scaled is None else call.scaled
+        scaled, rows, tiles = grouped(scaled, tile_of_codes(call.expert_rows))
         hidden = multiply_codes(scaled, gate_up, first, tiles, call.activation, dtype, warpgroups, stride=stride)
         scaled = scale_rows(hidden, interpret=interpret)
         return multiply_codes(scaled, down, first, tiles, None, dtype, warpgroups, stride=stride), rows

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from routed_experts.capture.device_cache import RoutedExpertsDeviceCache
 from routed_experts.layers.attention import FusedQKV
-from routed_experts.layers.kernels import FusedSteps, RouterBiases, SharedExperts, SlotOutputs, StreamNorm
+from routed_experts.layers.kernels import FusedSteps, NormedRows, RouterBiases, SharedExperts, SlotOutputs, StreamNorm
 from routed_experts.layers.layer_stack import RunRouting
 from routed_experts.layers.moe import ExpertCall
 from routed_experts.layers.norm import rms_norm
@@ -32,7 +32,7 @@ from routed_experts.models.decoder.layer_parts import LayerContext
 from routed_experts.models.decoder.step_record import to_block, with_block
 
 Carry = tuple[Float[Array, "N D"], Any, RoutedExpertsDeviceCache | None]  # stream, cache, capture
-_NormedCarry = tuple[Float[Array, "N D"], Float[Array, "N D"], Any, RoutedExpertsDeviceCache | None]
+_NormedCarry = tuple[Float[Array, "N D"], NormedRows, Any, RoutedExpertsDeviceCache | None]
 
 
 def run_fused_layers(
@@ -51,9 +51,10 @@ def run_fused_layers(
     (x, cache, capture), kinds = carry, len(block.pattern)
     norms = [own["input_norm"][...] for own in arrays]
     following = [*norms[1:], jnp.concatenate([norms[0][1:], next_norm[None]])]
-    normed = rms_norm(x, norms[0][0], eps=config.norm_eps, offset=config.norm_offset)
+    first = [_fused_projection(layer, own, step) for layer, own in zip(block.pattern, arrays, strict=True)]
+    normed = fused.normed_rows(rms_norm(x, norms[0][0], eps=config.norm_eps, offset=config.norm_offset), first[0])
     layers = [
-        _FusedLayer(fused, config, layer, own, following[kind], step, replay, counts.moe)
+        _FusedLayer(fused, config, layer, own, following[kind], first[(kind + 1) % kinds], step, replay, counts.moe)
         for kind, (layer, own) in enumerate(zip(block.pattern, arrays, strict=True))
     ]
     # Of each layer: its repeat, its layer of the cache, its MoE layer of the record; equal ones share a column.
@@ -76,7 +77,15 @@ def run_fused_layers(
     if num_scanned < block.num_layers:
         inner, _ = body(inner, table[num_scanned:].reshape(-1))
     x, normed, cache, capture = inner
-    return (x, cache, capture), normed
+    return (x, cache, capture), normed.plain
+
+
+def _fused_projection(layer: LayerSpec, arrays: Mapping[str, nnx.Param[Array]], step: LayerContext) -> Weight | None:
+    """The matrices of a mixer's first projection, where an attention kernel takes that; None of mixers in pieces."""
+    mixer, attend = layer.mixer, step.attend
+    assert isinstance(attend, AnyPagedAttend), attend
+    is_fused = isinstance(mixer, GroupedAttention) and mixer.is_fused_by(attend.backend)
+    return weight_stack(arrays, "qkv", step.kernels) if is_fused else None
 
 
 def _numbers(progressions: tuple[Progression, ...], num_layers: int) -> Int[Array, " L"]:
@@ -100,6 +109,7 @@ class _FusedLayer:
     spec: LayerSpec
     arrays: Mapping[str, nnx.Param[Array]]
     next_norms: Float[Array, "R D"]
+    next_matrices: Weight | None  # of the first projection of the next layer
     step: LayerContext
     replay: RunRouting | None
     first_moe_layer: int
@@ -112,30 +122,32 @@ class _FusedLayer:
         assert isinstance(feed, Sparse), "the few kernels run MoE layers"
         mixed, cache = self._mix(normed, cache, repeat, layer)
         parts = fused.product(mixed.reshape(x.shape[0], -1), self._matrices("out"), repeat)
-        norm = self._norm(self._all("post_norm"), repeat)
+        norm = self._norm(self._all("post_norm"), repeat, self._matrices("gate_up"))
         x, normed, logits = fused.add_parts(x, parts, self._get("out_bias"), norm, self._all("router"))
         biases = RouterBiases(logits=self._get("router_bias"), selection=self._get("selection_bias"), layer=repeat)
         recorded = to_block(capture)
         routing, recorded = fused.route(logits, self._rows(moe_layer), recorded, moe_layer, feed.router, biases)
         capture = with_block(capture, recorded)
-        x, normed = fused.add_slots(
-            x, self._experts(normed, routing, feed, repeat), self._norm(self.next_norms, repeat)
-        )
+        norm = self._norm(self.next_norms, repeat, self.next_matrices)
+        x, normed = fused.add_slots(x, self._experts(normed, routing, feed, repeat), norm)
         return x, normed, cache, capture
 
     def _mix(
-        self, normed: Float[Array, "N D"], cache: Any, repeat: Int[Array, ""], layer: Int[Array, ""]
+        self, normed: NormedRows, cache: Any, repeat: Int[Array, ""], layer: Int[Array, ""]
     ) -> tuple[Float[Array, "N H C"] | Float[Array, "N O"], Any]:
         """The values of the mixer, which its last projection takes."""
         mixer, attend = self.spec.mixer, self.step.attend
         assert isinstance(attend, AnyPagedAttend), attend
-        if isinstance(mixer, GroupedAttention) and mixer.is_fused_by(attend.backend):
-            parts = self.fused.product(normed, self._matrices("qkv"), repeat)
+        matrices = _fused_projection(self.spec, self.arrays, self.step)
+        if matrices is not None:
+            assert isinstance(mixer, GroupedAttention), mixer
+            parts = self.fused.product(normed, matrices, repeat)
             return attend.attend_fused(self._projected(mixer, parts, repeat), cache, layer)
         specs = mixer.weights(self.config.hidden_size)
         slices = scanned_params(specs, self.arrays, self.step.kernels)
         own = {name: lax.dynamic_index_in_dim(array, repeat, keepdims=False) for name, array in slices.items()}
-        return mixer.mix(normed, LayerParams(own, self.arrays, repeat, self.step.kernels), self.step, cache, layer)
+        params = LayerParams(own, self.arrays, repeat, self.step.kernels)
+        return mixer.mix(normed.plain, params, self.step, cache, layer)
 
     def _projected(self, mixer: GroupedAttention, parts: Float[Array, "S N O"], repeat: Int[Array, ""]) -> FusedQKV:
         none = jnp.zeros((parts.shape[1], 0), jnp.float32)
@@ -162,15 +174,13 @@ class _FusedLayer:
         index = moe_layer - self.first_moe_layer
         return LayerRouting(lax.dynamic_index_in_dim(self.replay.ids, index, keepdims=False), self.replay.valid)
 
-    def _experts(
-        self, inputs: Float[Array, "N D"], routing: Routing, feed: Sparse, repeat: Int[Array, ""]
-    ) -> SlotOutputs:
+    def _experts(self, normed: NormedRows, routing: Routing, feed: Sparse, repeat: Int[Array, ""]) -> SlotOutputs:
         shared = None
         if "shared_down" in self.arrays:
             gate_up, down = self._matrices("shared_gate_up"), self._matrices("shared_down")
             shared = SharedExperts(gate_up=gate_up, down=down, gate=self._get("shared_gate"))
         call = ExpertCall(
-            inputs,
+            normed.plain,
             routing.ids,
             routing.weights,
             self.step.valid,
@@ -181,18 +191,19 @@ class _FusedLayer:
             self._get("gate_up_bias"),
             self._get("down_bias"),
             feed.activation,
+            scaled=normed.scaled,
         )
         slots, slot_rows = self.fused.slots(call, shared)
         return SlotOutputs(
             slots=slots,
             weights=routing.weights,
             valid=self.step.valid,
-            inputs=inputs,
+            inputs=normed.plain,
             shared=shared,
             slot_rows=slot_rows,
         )
 
-    def _norm(self, scales: Float[Array, "R D"], repeat: Int[Array, ""]) -> StreamNorm:
+    def _norm(self, scales: Float[Array, "R D"], repeat: Int[Array, ""], next_matrices: Weight | None) -> StreamNorm:
         config = self.config
         return StreamNorm(
             scales=scales,
@@ -200,6 +211,7 @@ class _FusedLayer:
             eps=config.norm_eps,
             offset=config.norm_offset,
             residual_scale=config.residual_scale,
+            next_matrices=next_matrices,
         )
 
     def _matrices(self, name: str) -> Weight:

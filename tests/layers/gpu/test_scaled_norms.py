@@ -1,0 +1,288 @@
+"""Rows that the kernels of the residual stream scale for products with codes, interpreted: they are those of
+`scale_rows` by a bit, products read them as they are, and a step has no other launch for them.
+
+Dims: N tokens, K experts per token, D hidden, O outputs."""
+
+import collections
+import dataclasses
+import functools
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from layers.gpu.test_gpu_codes import Experts, random_halves, random_weight
+from layers.test_native_stack_families import layer, random_model
+from routed_experts.core.model_worker_batch import ForwardMode
+from routed_experts.execution.forward_batch import BatchShape
+from routed_experts.execution.programs import ProgramSpec, forward
+from routed_experts.layers.gpu.attention import gpu_attention_backend
+from routed_experts.layers.gpu.backends import gpu_kernels
+from routed_experts.layers.gpu.linear import partial_sums, tile_for
+from routed_experts.layers.gpu.moe import slot_outputs, tiles_for
+from routed_experts.layers.gpu.residual import add_parts, add_slots, normed_rows
+from routed_experts.layers.gpu.scaled_rows import RowScaling, scale_rows
+from routed_experts.layers.kernels import SlotOutputs, StreamNorm
+from routed_experts.models.decoder.coded_arrays import CodedArray
+from support.model_steps import PAGE, packed
+
+pytestmark = pytest.mark.usefixtures("fast_in_every_run")
+
+HALF = jnp.bfloat16
+
+
+def scaled(x, *, interpret=True):
+    return jax.jit(functools.partial(scale_rows, interpret=interpret))(x)
+
+
+def assert_same(actual, expected):
+    """Two pytrees, by the bit; None equals None."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for left, right in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert left.dtype == right.dtype
+        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
+
+
+def stream_of(num_rows, dim):
+    """Rows of all magnitudes; the first ones are zeros, tiny, huge, of one number, and the last one is not finite."""
+    rng = np.random.default_rng(num_rows * dim)
+    rows = rng.standard_normal((num_rows, dim)) * 2.0 ** rng.integers(-20, 20, (num_rows, dim))
+    rows[:3] *= np.array([0.0, 2.0**-110, 2.0**40])[:, None]
+    rows[3, 1:], rows[-1, 0] = 0.0, np.inf
+    return jnp.asarray(rows, HALF)
+
+
+def by_parts(x, norm, *, interpret=True):
+    parts = jnp.stack([x, -0.5 * x]).astype(jnp.float32)
+    return add_parts(x, parts, None, norm, interpret=interpret)
+
+
+def by_slots(x, norm, *, interpret=True):
+    num_rows, top_k = x.shape[0], 2
+    slots = jnp.repeat(x, top_k, axis=0)
+    weights, valid = jnp.full((num_rows, top_k), 0.25), jnp.arange(num_rows) % 5 != 3
+    outputs = SlotOutputs(slots=slots, weights=weights, valid=valid, inputs=x)
+    return add_slots(x, outputs, norm, interpret=interpret)
+
+
+def normed_by(add, x, matrices, *, offset=0.0):
+    """The stream and its norm, whose scales are of all magnitudes, before a product with these matrices."""
+    powers = 2.0 ** np.random.default_rng(1).integers(-40, 40, (3, x.shape[1]))
+    scales, layer_id = jnp.asarray(powers, x.dtype).at[2].set(jnp.nan), jnp.int32(1)
+
+    def run(x, matrices):
+        norm = StreamNorm(scales=scales, layer=layer_id, eps=1e-6, offset=offset, next_matrices=matrices)
+        return add(x, norm)
+
+    return jax.jit(run)(x, matrices)
+
+
+def check_scaled_rows(add, num_rows, dim, offset, *, interpret):
+    """They are those of the stored norm, and the stream and the norm are those without scaled rows."""
+    add = functools.partial(add, interpret=interpret)
+    x, weight = stream_of(num_rows, dim), random_weight(jax.random.key(0), 3, dim, 16, 16)
+    stream, normed = normed_by(add, x, weight, offset=offset)
+    plain_stream, plain_normed = normed_by(add, x, None, offset=offset)
+    assert np.isnan(np.asarray(normed.scaled.values[-1])).any()
+    stream, normed, plain_stream, plain = jax.tree.map(
+        lambda own: own[:-1], (stream, normed, plain_stream, plain_normed.plain)
+    )
+    wide, inverse = np.asarray(normed.plain, np.float32), np.asarray(normed.scaled.inverse)
+    assert not wide[0].any() and np.isfinite(wide).all() and np.isfinite(inverse).all()
+    assert np.log2(inverse.max() / inverse[1:].min()) > 30, "rows of many magnitudes"
+    assert_same(normed.scaled, scaled(normed.plain, interpret=interpret))
+    assert_same((stream, normed.plain), (plain_stream, plain))
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize(("num_rows", "dim"), [(8, 64), (17, 160), (64, 96), (9, 2080)])
+@pytest.mark.parametrize("add", [by_parts, by_slots])
+def test_scaled_rows_are_those_of_the_stored_norm_by_the_bit(add, num_rows, dim, offset):
+    check_scaled_rows(add, num_rows, dim, offset, interpret=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize(("num_rows", "dim"), [(8, 2048), (17, 160), (64, 2880), (256, 4096)])
+@pytest.mark.parametrize("add", [by_parts, by_slots])
+def test_compiled_scaled_rows_are_those_of_the_stored_norm_by_the_bit(add, num_rows, dim, offset):
+    check_scaled_rows(add, num_rows, dim, offset, interpret=False)
+
+
+def as_they_are(x, norm):
+    return x, normed_rows(x, norm.next_matrices, interpret=True)
+
+
+@pytest.mark.parametrize("add", [by_parts, by_slots, as_they_are])
+def test_rows_are_scaled_for_products_that_take_them_alone(add):
+    """Not fewer than 8, not float32, and not for numbers, codes of 4 bits, or no product."""
+    codes = random_weight(jax.random.key(0), 3, 64, 16, 16)
+    packed_codes = random_halves(jax.random.key(0), 3, 64, 16, 32, form="int4", run=32)
+
+    def is_scaled(num_rows, dtype, matrices):
+        x = jax.ShapeDtypeStruct((num_rows, 64), dtype)
+        return jax.eval_shape(lambda x: normed_by(add, x, matrices)[1], x).scaled is not None
+
+    assert is_scaled(8, HALF, codes)
+    assert not any(is_scaled(*case, codes) for case in ((7, HALF), (1, HALF), (8, jnp.float32)))
+    assert not any(is_scaled(8, HALF, matrices) for matrices in (packed_codes, jnp.ones((3, 64, 16), HALF), None))
+
+
+def launches(function, *args):
+    """Kernels that a program launches, by name."""
+    names = collections.Counter()
+
+    def visit(jaxpr, times):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "pallas_call":
+                names[equation.params["name"]] += times
+                continue
+            repeats = times * equation.params["length"] if equation.primitive.name == "scan" else times
+            for param in equation.params.values():
+                if isinstance(param, jax.extend.core.ClosedJaxpr):
+                    visit(param.jaxpr, repeats)
+
+    visit(jax.make_jaxpr(function)(*args).jaxpr, 1)
+    return names
+
+
+@pytest.mark.parametrize("num_rows", [8, 16, 40])
+def test_a_projection_of_scaled_rows_scales_none(num_rows):
+    """Nor does the tile of up to 16 rows, whose blocks scale rows of bfloat16."""
+    weight = random_weight(jax.random.key(1), 3, 160, 48, 32, real=slice(1, 2))
+    x = jax.random.normal(jax.random.key(2), (num_rows, 160), HALF)
+    tile = tile_for(num_rows, weight)
+    assert (tile.scaled is RowScaling.INSIDE) == (num_rows <= 16)
+    product = gpu_kernels(interpret=True).fused_layer.product
+    rows, layer_id = normed_rows(x, weight, interpret=True), jnp.int32(1)
+    assert launches(product, rows, weight, layer_id) == {"linear": 1}
+    before = dataclasses.replace(tile, scaled=RowScaling.KERNEL)
+    expected = jax.jit(functools.partial(partial_sums, tile=before, interpret=True))(x, weight, layer_id)
+    assert_same(jax.jit(product)(rows, weight, layer_id), expected)
+
+
+@pytest.mark.parametrize(("num_rows", "expert_rows"), [(40, RowScaling.KERNEL), (12, RowScaling.INSIDE)])
+@pytest.mark.parametrize("shared_width", [0, 24])
+def test_experts_of_codes_take_scaled_rows(num_rows, expert_rows, shared_width):
+    """They read no others."""
+    sizes = (num_rows, 4, 12 if expert_rows is RowScaling.INSIDE else 16, 64, 40)
+    case = Experts(sizes=sizes, groups=(32, 16), dtype=HALF, shared_width=shared_width)
+    call, shared = case.call, case.shared
+    tiles = tiles_for(call, shared)
+    assert tiles.scaled is expert_rows
+    run = functools.partial(slot_outputs, shared=shared, stride=call.num_experts, interpret=True)
+    ready = dataclasses.replace(call, x=jnp.full_like(call.x, jnp.nan), scaled=scaled(call.x))
+    names = launches(lambda: run(ready, tiles))
+    before = dataclasses.replace(tiles, scaled=RowScaling.KERNEL)
+    assert names["scale_rows"] == launches(lambda: run(call, tiles))["scale_rows"] - (expert_rows is RowScaling.KERNEL)
+    assert_same(jax.jit(lambda: run(ready, tiles))(), jax.jit(lambda: run(call, before))())
+
+
+def test_slots_of_experts_take_rows_as_they_are():
+    """Blocks of one row multiply without the tensor cores."""
+    call = Experts(sizes=(8, 2, 6, 64, 40), groups=(32, 16), dtype=HALF).call
+    assert tiles_for(call).gate_up.rows == 1
+    run = jax.jit(lambda call: slot_outputs(call, tiles_for(call), stride=call.num_experts, interpret=True))
+    assert_same(run(dataclasses.replace(call, scaled=scaled(call.x))), run(call))
+
+
+CODED = (
+    CodedArray(name="qkv", group=32, segments=(32, 16, 16), outputs_first=True),
+    CodedArray(name="out", group=32, segments=(32,), outputs_first=True),
+    CodedArray(name="gate_up", group=32, segments=(16, 16), outputs_first=True),
+    CodedArray(name="down", group=16, segments=(32,), outputs_first=True),
+)
+
+
+FUSED, IN_PIECES = (  # experts have few rows each; no attention kernel clips projections
+    dataclasses.replace(layer(mixer, router=dict(num_experts=32)), coded=CODED) for mixer in ({}, dict(clip=2.0))
+)
+LAYERS = {
+    "one kind": [FUSED] * 3,
+    "in pieces first": [IN_PIECES, FUSED] * 2,
+    "in pieces last": [FUSED, IN_PIECES] * 2,
+}
+
+
+@functools.cache
+def coded_model(name):
+    """These layers, with matrices of codes."""
+    return random_model(LAYERS[name], "bfloat16")
+
+
+def without_scaled_norms(kernels):
+    """The bundle, whose norms are as they were for numbers."""
+    fused = kernels.fused_layer
+
+    def plain(norm):
+        return dataclasses.replace(norm, next_matrices=None)
+
+    steps = dataclasses.replace(
+        fused,
+        normed_rows=lambda normed, _: fused.normed_rows(normed, None),
+        add_parts=lambda x, parts, biases, norm, router: fused.add_parts(x, parts, biases, plain(norm), router),
+        add_slots=lambda x, outputs, norm: fused.add_slots(x, outputs, plain(norm)),
+    )
+    return dataclasses.replace(kernels, fused_layer=steps)
+
+
+def decode_program(name, kernels, num_rows):
+    """A decode step of many requests with one page each, the last one padding, and its arguments."""
+    (graphdef, state), config = nnx.split(coded_model(name)), coded_model(name).config
+    spec = ProgramSpec(
+        graphdef=graphdef,
+        capture=config.capture_spec,
+        kernels=kernels,
+        attention=gpu_attention_backend(interpret=True),
+        num_pages=num_rows + 1,
+        raw_logprobs=False,
+    )
+    shape = BatchShape(mode=ForwardMode.DECODE, num_tokens=num_rows, num_requests=num_rows, table_width=1)
+    numbers = np.arange(num_rows)
+    words = packed(
+        shape,
+        num_tokens=num_rows - 1,
+        token_ids=numbers % 50,
+        positions=np.zeros(num_rows),
+        token_rows=numbers,
+        query_starts=[*numbers, num_rows - 1],
+        seq_lens=np.ones(num_rows - 1),
+        page_table=numbers[:, None] + 1,
+        request_slots=numbers + 1,
+    )
+    cache = config.cache
+    pool = jnp.zeros((cache.num_layers * (num_rows + 1), PAGE, cache.rows, cache.head_dim), HALF)
+    return functools.partial(forward, spec=spec, shape=shape), (state, pool, jnp.zeros(num_rows + 2, jnp.int32), words)
+
+
+@pytest.mark.parametrize(
+    ("name", "scalings", "without"),
+    [
+        ("one kind", 3 + 1, 3 + 3),  # attention's output, and the first norm; without, each first projection
+        ("in pieces first", 4 + 2, 4 + 2 + 2),  # and the first projections in pieces
+        ("in pieces last", 4 + 2 + 1, 4 + 2 + 2),
+    ],
+)
+def test_a_step_of_few_rows_scales_the_rows_of_attention_alone_by_a_launch(name, scalings, without):
+    """One launch a layer, and one for the norm before the first."""
+    kernels, num_layers = gpu_kernels(interpret=True), len(LAYERS[name])
+    step, args = decode_program(name, kernels, 32)
+    names = launches(step, *args)
+    assert names["add_slots"] == names["add_parts"] == num_layers and names["scale_rows"] == scalings
+    step, args = decode_program(name, without_scaled_norms(kernels), 32)
+    assert launches(step, *args) == names | {"scale_rows": without}
+
+
+@pytest.mark.parametrize(("name", "num_rows"), [("one kind", 8), *((name, 32) for name in LAYERS)])
+def test_a_step_with_scaled_norms_equals_one_without(name, num_rows):
+    kernels = gpu_kernels(interpret=True)
+    outs = []
+    for bundle in (kernels, without_scaled_norms(kernels)):
+        step, args = decode_program(name, bundle, num_rows)
+        pool, out = jax.jit(step)(*args)
+        outs.append((pool, out.hidden[: num_rows - 1], out.rows[: num_rows - 1]))
+    assert np.isfinite(np.asarray(outs[0][1], np.float32)).all()
+    assert_same(*outs)
