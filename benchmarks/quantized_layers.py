@@ -199,6 +199,7 @@ class Layers:
         mixed = self.product(normed.fastest, matrices.first, layer)[..., : self.sizes.heads]
         mixed = jnp.sum(mixed, axis=0).astype(x.dtype)
         parts, norm = self.product(mixed, matrices.out, layer), self.norm(x, layer, matrices.gate_up)
+        norm = dataclasses.replace(norm, matrix_rows=x.shape[0] * self.sizes.top_k / self.sizes.experts)
         x, normed, logits = self.fused.add_parts(x, parts, None, norm, matrices.router)
         routing, _ = self.fused.route(logits, None, None, layer, self.spec, RouterBiases(layer=layer))
         call = expert_call(normed.plain, routing.ids, routing.weights, matrices, layer, self.sizes.experts)

@@ -69,7 +69,8 @@ class SharedExperts:
 class StreamNorm:
     """The norm that follows an addition to the residual stream: the scales of the run, to which `offset` is added, and
     the layer's row. What is added to the stream is multiplied by `residual_scale`. `next_matrices`: of the first
-    product of the normed rows, which tell whether it takes them in another form; None: they are needed as they are."""
+    product of the normed rows, which tell whether it takes them in another form; None: they are needed as they are.
+    `matrix_rows`: how many rows each of several next matrices is multiplied by, on average; None: all."""
 
     scales: Float[Array, "R D"]
     layer: Int[Array, ""]
@@ -77,6 +78,7 @@ class StreamNorm:
     offset: float = 0.0
     residual_scale: float = 1.0
     next_matrices: Weight | None = None
+    matrix_rows: float | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -22,9 +22,10 @@ from routed_experts.execution.programs import ProgramSpec, forward
 from routed_experts.layers.gpu.attention import gpu_attention_backend
 from routed_experts.layers.gpu.backends import gpu_kernels
 from routed_experts.layers.gpu.linear import partial_sums, tile_for
-from routed_experts.layers.gpu.moe import slot_outputs, tiles_for
+from routed_experts.layers.gpu.moe import CODE_TILES, slot_outputs, tiles_for
 from routed_experts.layers.gpu.residual import add_parts, add_slots, normed_rows
 from routed_experts.layers.gpu.scaled_rows import RowScaling, scale_rows
+from routed_experts.layers.gpu.sums import MOST_ROWS_INSIDE
 from routed_experts.layers.kernels import SlotOutputs, StreamNorm
 from routed_experts.models.decoder.coded_arrays import CodedArray
 from support.model_steps import PAGE, packed
@@ -164,27 +165,42 @@ def test_a_projection_of_scaled_rows_scales_none(num_rows):
     assert_same(jax.jit(product)(rows, weight, layer_id), expected)
 
 
-@pytest.mark.parametrize(("num_rows", "expert_rows"), [(40, RowScaling.KERNEL), (12, RowScaling.INSIDE)])
 @pytest.mark.parametrize("shared_width", [0, 24])
-def test_experts_of_codes_take_scaled_rows(num_rows, expert_rows, shared_width):
+def test_experts_of_many_rows_take_scaled_rows(shared_width):
     """They read no others."""
-    sizes = (num_rows, 4, 12 if expert_rows is RowScaling.INSIDE else 16, 64, 40)
-    case = Experts(sizes=sizes, groups=(32, 16), dtype=HALF, shared_width=shared_width)
+    case = Experts(sizes=(40, 4, 16, 64, 40), groups=(32, 16), dtype=HALF, shared_width=shared_width)
     call, shared = case.call, case.shared
     tiles = tiles_for(call, shared)
-    assert tiles.scaled is expert_rows
+    assert tiles.scaled is RowScaling.KERNEL
     run = functools.partial(slot_outputs, shared=shared, stride=call.num_experts, interpret=True)
     ready = dataclasses.replace(call, x=jnp.full_like(call.x, jnp.nan), scaled=scaled(call.x))
     names = launches(lambda: run(ready, tiles))
-    before = dataclasses.replace(tiles, scaled=RowScaling.KERNEL)
-    assert names["scale_rows"] == launches(lambda: run(call, tiles))["scale_rows"] - (expert_rows is RowScaling.KERNEL)
-    assert_same(jax.jit(lambda: run(ready, tiles))(), jax.jit(lambda: run(call, before))())
+    assert names["scale_rows"] == launches(lambda: run(call, tiles))["scale_rows"] - 1
+    assert_same(jax.jit(lambda: run(ready, tiles))(), jax.jit(lambda: run(call, tiles))())
 
 
-def test_slots_of_experts_take_rows_as_they_are():
-    """Blocks of one row multiply without the tensor cores."""
-    call = Experts(sizes=(8, 2, 6, 64, 40), groups=(32, 16), dtype=HALF).call
-    assert tiles_for(call).gate_up.rows == 1
+def test_a_norm_scales_rows_for_experts_that_take_them():
+    """Where an expert has more rows, on average, than its product scales."""
+    assert [tiles.scaled for tiles in CODE_TILES] == [
+        RowScaling.INSIDE if tiles.rows <= MOST_ROWS_INSIDE else RowScaling.KERNEL for tiles in CODE_TILES
+    ]
+    codes, x = random_weight(jax.random.key(0), 3, 64, 16, 16), jax.ShapeDtypeStruct((32, 64), HALF)
+    for rows, is_scaled in ((None, True), (MOST_ROWS_INSIDE + 0.5, True), (MOST_ROWS_INSIDE, False), (0.25, False)):
+
+        def normed(x, rows=rows):
+            norm = StreamNorm(scales=jnp.ones((1, 64), HALF), layer=jnp.int32(0), eps=1e-6, next_matrices=codes)
+            return by_parts(x, dataclasses.replace(norm, matrix_rows=rows))[1]
+
+        assert (jax.eval_shape(normed, x).scaled is not None) == is_scaled, rows
+
+
+@pytest.mark.parametrize(("num_rows", "tile_rows"), [(8, 1), (12, 8)])
+def test_experts_of_few_rows_take_rows_as_they_are(num_rows, tile_rows):
+    """Blocks of one row multiply without the tensor cores; those of more rows scale their own."""
+    call = Experts(
+        sizes=(num_rows, 2 if tile_rows == 1 else 4, 6 if tile_rows == 1 else 12, 64, 40), groups=(32, 16), dtype=HALF
+    ).call
+    assert tiles_for(call).gate_up.rows == tile_rows
     run = jax.jit(lambda call: slot_outputs(call, tiles_for(call), stride=call.num_experts, interpret=True))
     assert_same(run(dataclasses.replace(call, scaled=scaled(call.x))), run(call))
 

@@ -421,8 +421,7 @@ def slot_outputs(
             name=name,
         )(first, call.valid, flat, counts, order, *given)
 
-    is_scaled = call.scaled is not None and scaled is not None and tiles.gate_up.rows >= FEWEST_ROWS
-    x = call.scaled if is_scaled else prepared(call.x, tiles.gate_up)
+    x = call.scaled if call.scaled is not None and scaled is CODE_ROWS else prepared(call.x, tiles.gate_up)
     gate_up, down = [x, call.gate_up, call.gate_up_bias], [call.down, call.down_bias]
     assert (call.gate_up_bias is None) == (call.down_bias is None), "both products have biases, or none"
     if shared is None:
