@@ -53,6 +53,7 @@ from routed_experts.layers.quantized import (
     INT4,
     SPANS,
     QuantizedWeight,
+    ScaledRows,
     Weight,
     inputs_of_byte,
     packed_run,
@@ -142,6 +143,7 @@ def make_stack(key: Array, count: int, inputs: int, outputs: int, sizes: Sizes) 
         codes = lax.bitcast_convert_type(bits, CODE_DTYPES[form])
         scales = jax.random.uniform(scales_key, (-(-inputs // group), outputs // span), jnp.float32, 0.5, 1.5)
         scales = scales / ((100 if form == E4M3 else 4) * inputs**0.5)
+        scales = scales.astype(jnp.float32 if form == E4M3 else jnp.bfloat16)
         return codes, scales, weight(codes[None], scales[None]).dequantize()[0].astype(jnp.bfloat16)
 
     codes, scales, plain = jax.jit(lambda keys: lax.map(make, keys))(jax.random.split(key, count))
@@ -199,11 +201,11 @@ class Layers:
         mixed = self.product(normed.fastest, matrices.first, layer)[..., : self.sizes.heads]
         mixed = jnp.sum(mixed, axis=0).astype(x.dtype)
         parts, norm = self.product(mixed, matrices.out, layer), self.norm(x, layer, matrices.gate_up)
-        norm = dataclasses.replace(norm, matrix_rows=x.shape[0] * self.sizes.top_k / self.sizes.experts)
+        norm = dataclasses.replace(norm, expert_rows=x.shape[0] * self.sizes.top_k / self.sizes.experts)
         x, normed, logits = self.fused.add_parts(x, parts, None, norm, matrices.router)
         routing, _ = self.fused.route(logits, None, None, layer, self.spec, RouterBiases(layer=layer))
         call = expert_call(normed.plain, routing.ids, routing.weights, matrices, layer, self.sizes.experts)
-        slots, slot_rows = self.slots(dataclasses.replace(call, scaled=normed.scaled))
+        slots, slot_rows = self.slots(call, normed.scaled)
         outputs = SlotOutputs(
             slots=slots, weights=routing.weights, valid=call.valid, inputs=normed.plain, slot_rows=slot_rows
         )
@@ -230,10 +232,10 @@ class Layers:
             tile = dataclasses.replace(tile, scaled=RowScaling.INSIDE)
         return partial_sums(x, weights, layer, tile=tile, interpret=INTERPRET)
 
-    def slots(self, call: ExpertCall) -> tuple[Array, Array | None]:
+    def slots(self, call: ExpertCall, scaled: ScaledRows | None) -> tuple[Array, Array | None]:
         """Each slot's expert, and the rows of the slots; as served where the variant says nothing of experts."""
         if self.variant in (PLAIN, CODES):
-            return self.fused.slots(call, None)
+            return self.fused.slots(call, None, scaled)
         tiles = tiles_for(call)
         if self.variant in SCALINGS:
             tiles = dataclasses.replace(tiles, scaled=SCALINGS[self.variant])
@@ -280,7 +282,8 @@ def timed(function: Callable[..., Any], *args: Any, count: int) -> Callable[[], 
 def layer_bytes(sizes: Sizes, weights: str, experts: float) -> float:
     """What a layer reads of its matrices."""
     numbers = sizes.hidden * sizes.projected + sizes.heads * sizes.hidden + experts * 3 * sizes.hidden * sizes.width
-    size = 2 if weights == PLAIN else 1 / inputs_of_byte(sizes.form) + 4 / (sizes.group * sizes.span)
+    scale = 4 if sizes.form == E4M3 else 2
+    size = 2 if weights == PLAIN else 1 / inputs_of_byte(sizes.form) + scale / (sizes.group * sizes.span)
     return numbers * size + 2 * sizes.hidden * sizes.experts
 
 

@@ -92,7 +92,7 @@ def build_coded(folder: Path, server: ServerArgs, form: str, *, all_matrices: bo
                 format=form,
                 group=32,
                 run=packed_run(inputs[array.name], 32, kernels.code_runs),
-                scale_dtype=BFLOAT16 if kernels.bf16_scales else FLOAT32,
+                scale_dtype=BFLOAT16 if kernels.takes_bf16_scales else FLOAT32,
             )
             for array in selected.coded
             if all_matrices or array.name in EXPERTS

@@ -346,7 +346,9 @@ def test_native_codes_err_no_more_than_numbers_that_are_rounded_to_bfloat16(tmp_
     tensors, scales = read_tensors(written), ("o_proj.weight_scale", "down_proj.weight_scale")
     plain = {name: tensor for name, tensor in tensors.items() if tensor.dtype == np.float32 and "_scale" not in name}
     changed = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in plain.items()}
-    changed |= {name: tensor * np.float32(16) for name, tensor in tensors.items() if any(end in name for end in scales)}
+    raised = {name: tensor * np.float32(16) for name, tensor in tensors.items() if any(end in name for end in scales)}
+    assert len(raised) > 4, sorted(tensors)
+    changed |= raised
     folder = rewrite_folder(written, tmp_path / "scaled", changed)
     prompts = np.random.default_rng(0).integers(1, 100, (12, 60)).tolist()
     exact, rows = scores(folder, prompts, dtype="float32", quantization="none")
@@ -452,28 +454,43 @@ def test_updates_from_disk_of_codes_of_4_bits(halves, tmp_path):
 
 
 @pytest.mark.parametrize("halves", ["Kimi-K2"], indirect=True)
-def test_scales_that_bfloat16_does_not_hold_are_refused_where_it_is_served(halves, tmp_path):
-    """From disk and from memory, in any dtype that a cast would round; and nothing changes."""
+def test_scales_served_in_bfloat16_are_pushed_in_any_dtype_that_it_holds(halves, tmp_path):
+    """From disk and from memory; a scale that it rounds is refused, and nothing changes."""
     written, _, expected = halves
+    native = ARRAY_CODE | dict(moe_backend="native", attention_backend="native")
     scales = {name: array for name, array in read_tensors(written.quantized).items() if name.endswith(".weight_scale")}
-    assert all(array.dtype == ml_dtypes.bfloat16 for array in scales.values())
-    wide = rewrite_folder(written.quantized, tmp_path / "wide", {k: v.astype(np.float16) for k, v in scales.items()})
-    coded = ModelFolder.open(written.quantized).with_codes(CodeSupport(formats=frozenset(["int4"]), bf16_scales=True))
-    state = nnx.to_flat_state(nnx.state(coded.load(jnp.dtype("float32"))))
-    own = {".".join(map(str, path)): leaf[...] for path, leaf in state}
-    with Engine(str(written.quantized), **ARRAY_CODE) as engine:
-        names = [name for name in own if name.endswith("_scale")]
-        assert names and all(own[name].dtype == jnp.bfloat16 for name in names)
-        with pytest.raises(WeightsMismatchError, match=r"with other scales, and .* inputs with bfloat16 scales"):
-            engine.update_weights_from_disk(wide)
-        for how in (dict(copy=True), dict()):
-            pushed = {name: jnp.array(array) for name, array in own.items()}
-            with pytest.raises(WeightsMismatchError, match=f"{names[0]}: float32.* for bfloat16"):
-                engine.update_weights(pushed | {names[0]: pushed[names[0]].astype(jnp.float32)}, **how)
-            engine.update_weights(pushed, **how)
-        assert answers(engine) == expected
-    with Engine(str(wide), **ARRAY_CODE) as engine:
-        assert answers(engine) == expected, "float16 holds the same scales, which are float32 in memory"
+    assert scales and all(array.dtype == ml_dtypes.bfloat16 for array in scales.values())
+    floats = {name: array.astype(np.float32) for name, array in scales.items()}
+    same = rewrite_folder(written.quantized, tmp_path / "same", floats)
+    odd = rewrite_folder(written.quantized, tmp_path / "odd", {k: v * np.float32(1.001) for k, v in floats.items()})
+
+    def arrays(**options):
+        folder = ModelFolder.open(written.quantized).with_codes(CodeSupport(formats=frozenset(["int4"]), **options))
+        state = nnx.to_flat_state(nnx.state(folder.load(jnp.dtype("float32"))))
+        return {".".join(map(str, path)): leaf[...] for path, leaf in state}
+
+    with Engine(str(written.quantized), **native) as engine:
+        dtypes = {
+            leaf.dtype for path, leaf in nnx.to_flat_state(engine.components.served.arrays) if "_scale" in path[-1]
+        }
+        assert dtypes == {jnp.dtype(jnp.bfloat16)}
+        engine.update_weights_from_disk(same)
+        with pytest.raises(
+            WeightsMismatchError, match=r"the scales of .* hold .*, and bfloat16, in which they are served"
+        ):
+            engine.update_weights_from_disk(odd)
+        wide = arrays()
+        name = next(name for name in wide if name.endswith("_scale"))
+        with pytest.raises(WeightsMismatchError, match=f"{name}: float32.* for bfloat16"):
+            engine.update_weights(arrays())
+        engine.update_weights(wide, copy=True)
+        with pytest.raises(WeightsMismatchError, match=f"state has {name} in float32, and bfloat16, .* rounds it"):
+            engine.update_weights(wide | {name: wide[name] * 1.001}, copy=True)
+        engine.update_weights(arrays(takes_bf16_scales=True))
+        assert_near(answers(engine), expected)
+    with Engine(str(odd), **native) as engine:
+        engine.update_weights_from_disk(written.quantized)  # float32 holds all scales
+        assert_near(answers(engine), expected)
 
 
 @pytest.mark.devices(4)

@@ -12,7 +12,9 @@ import pytest
 from flax import nnx
 
 from oracles.families import Oracle
+from routed_experts.engine.build.backends import KERNELS
 from routed_experts.layers.quantized import CODE_DTYPES, E4M3, QuantizedWeight, packed_run
+from routed_experts.layers.tpu.backends import tpu_kernels
 from routed_experts.models.base.partitioning import ParallelConfig
 from routed_experts.models.decoder.code_selection import NO_CODES, CodeSupport, fit_stacks, without_codes
 from routed_experts.models.decoder.layer_regrouping import regroup
@@ -244,7 +246,7 @@ def int4_of_scales(int4, tmp_path_factory):
 @pytest.mark.parametrize("stored", ["bfloat16", "float32", "float16", "mixed"])
 def test_scales_of_codes_of_4_bits_are_kept_in_bfloat16_where_all_are_stored_in_it(int4_of_scales, stored):
     folder = ModelFolder.open(int4_of_scales[stored])
-    short, wide = (folder.with_codes(CodeSupport(**RUNS, bf16_scales=reads)) for reads in (True, False))
+    short, wide = (folder.with_codes(CodeSupport(**RUNS, takes_bf16_scales=reads)) for reads in (True, False))
     model, expected = (own.load(jnp.dtype("float32")) for own in (short, wide))
     for array in short.config.layers[1].coded:
         is_short = stored == "bfloat16" or (stored == "mixed" and array.name != "gate_up")
@@ -253,8 +255,33 @@ def test_scales_of_codes_of_4_bits_are_kept_in_bfloat16_where_all_are_stored_in_
         assert (own.astype(jnp.float32) == other).all(), "exact"
 
 
+def test_kernels_that_read_no_scales_of_bfloat16_get_float32(int4):
+    """Those of a TPU, and array code, which would copy them."""
+    for kernels in (tpu_kernels(), *(KERNELS[name].load() for name in ("tiled", "reference"))):
+        assert not kernels.takes_bf16_scales, kernels.moe.name
+    folder = ModelFolder.open(int4.quantized).with_codes(CodeSupport(**RUNS))
+    assert {array.scale_dtype for array in folder.config.layers[1].coded} == {jnp.dtype(jnp.float32)}
+
+
+def test_a_short_scale_takes_half_the_memory_and_a_subnormal_one_is_loaded(tmp_path):
+    """2^-127 is subnormal in bfloat16, as in float32."""
+    written = write(tmp_path, GPT_OSS)
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    exponents = read_tensors(written.quantized)[name].copy()
+    exponents[0, 0, 0] = 0
+    folder = ModelFolder.open(rewrite_folder(written.quantized, tmp_path / "subnormal", {name: exponents}))
+    sizes = {}
+    for short in (True, False):
+        own = folder.with_codes(CodeSupport(formats=frozenset(CODE_DTYPES), takes_bf16_scales=short))
+        arrays = nnx.to_flat_state(nnx.state(own.load(jnp.dtype("float32"))))
+        scales = [leaf[...] for path, leaf in arrays if path[-1] == "down_scale"]
+        sizes[short] = sum(array.nbytes for array in scales)
+        assert min(float(np.asarray(array).astype(np.float64).min()) for array in scales) == 2.0**-127
+    assert sizes[False] == 2 * sizes[True] > 0
+
+
 def test_powers_of_two_and_no_scales_of_e4m3_are_kept_in_bfloat16(tmp_path):
-    support = CodeSupport(formats=frozenset(CODE_DTYPES), bf16_scales=True)
+    support = CodeSupport(formats=frozenset(CODE_DTYPES), takes_bf16_scales=True)
     for family, form, dtype in ((GPT_OSS, None, "bfloat16"), ("Qwen3-MoE", "float channel", "float32")):
         written = write(tmp_path / family, family, form)
         folder = ModelFolder.open(written.quantized).with_codes(support)

@@ -3,7 +3,6 @@ experts, M MoE layers, K experts per token, B rows, V vocabulary."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from routed_experts.layers.moe import ExpertCall, MoeBackend, gated
 from routed_experts.layers.norm import layer_norm, rms_norm
 from routed_experts.layers.parallel import SINGLE_DEVICE, AxisGroup, row_parallel_linear
 from routed_experts.layers.parallel_experts import parallel_moe
-from routed_experts.layers.quantized import Weight
+from routed_experts.layers.quantized import ScaledRows, Weight
 from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing, RoutingBlock
 
 
@@ -68,9 +67,9 @@ class SharedExperts:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StreamNorm:
     """The norm that follows an addition to the residual stream: the scales of the run, to which `offset` is added, and
-    the layer's row. What is added to the stream is multiplied by `residual_scale`. `next_matrices`: of the first
-    product of the normed rows, which tell whether it takes them in another form; None: they are needed as they are.
-    `matrix_rows`: how many rows each of several next matrices is multiplied by, on average; None: all."""
+    the layer's row. What is added to the stream is multiplied by `residual_scale`. `next_matrices`: those that the
+    normed rows are multiplied by first; from them the kernel knows whether to scale rows, too. None: it does not.
+    `expert_rows`: where they are experts' matrices, the rows of an expert, on average."""
 
     scales: Float[Array, "R D"]
     layer: Int[Array, ""]
@@ -78,21 +77,21 @@ class StreamNorm:
     offset: float = 0.0
     residual_scale: float = 1.0
     next_matrices: Weight | None = None
-    matrix_rows: float | None = None
+    expert_rows: float | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NormedRows:
-    """The normed stream; `scaled`: the same rows in the form in which `next_matrices` are multiplied fastest, None
-    where that is `plain`."""
+    """The normed stream, and the same rows scaled, where products with `StreamNorm.next_matrices` are faster with
+    these."""
 
     plain: Float[Array, "N D"]
-    scaled: Any = None
+    scaled: ScaledRows | None = None
 
     @property
-    def fastest(self) -> Any:
-        """The form for the product with `next_matrices`."""
+    def fastest(self) -> Float[Array, "N D"] | ScaledRows:
+        """The rows for the product with `StreamNorm.next_matrices`."""
         return self.plain if self.scaled is None else self.scaled
 
 
@@ -117,8 +116,9 @@ class FusedSteps:
     make for these matrices. `product`: (x, or normed rows made for these matrices, matrices [R D O], layer) -> S parts
     of the sums, which the kernel that follows adds up. `add_parts`: (x, parts, biases [R D] or None, norm, matrices) ->
     (x plus the parts, its norm, the norm's product by the layer's matrix in parts). `route`: as a FusedRouter, with the
-    biases of the run. `slots`: (call, shared experts or None) -> each slot's expert applied to its row, and the shared
-    ones to all rows, and the `slot_rows` of SlotOutputs; the call's `first_expert` is the layer's offset in the run.
+    biases of the run. `slots`: (call, shared experts or None, the call's rows scaled or None) -> each slot's expert
+    applied to its row, and the shared ones to all rows, and the `slot_rows` of SlotOutputs; the call's `first_expert`
+    is the layer's offset in the run.
     `add_slots`: (x, outputs, norm) -> (x plus the weighted slots, its norm). `unrolled`: layers in the body of the loop
     over layers; a loop's counter and the layers' numbers are launches of their own."""
 
@@ -140,7 +140,9 @@ class FusedSteps:
         ],
         tuple[Routing, RoutingBlock | None],
     ]
-    slots: Callable[[ExpertCall, SharedExperts | None], tuple[Float[Array, "P D"], Int[Array, "N K"] | None]]
+    slots: Callable[
+        [ExpertCall, SharedExperts | None, ScaledRows | None], tuple[Float[Array, "P D"], Int[Array, "N K"] | None]
+    ]
     add_slots: Callable[[Float[Array, "N D"], SlotOutputs, StreamNorm], tuple[Float[Array, "N D"], NormedRows]]
     features: frozenset[str] = frozenset()  # of `FamilyConfig.stack_needs`, beside those of fused attention
     unrolled: int = 1
@@ -179,7 +181,8 @@ class Kernels:
     many bytes of codes on one device; larger ones are cut (models/decoder/code_selection.py). `code_runs`: codes of 4
     bits are packed in the first run of these that `packed_run` allows, and dequantised where it allows none.
     `code_spans`: outputs that may share a scale, the largest first; where they may not, each has its own.
-    `bf16_scales`: whether scales of codes of 4 bits may be bfloat16.
+    `takes_bf16_scales`: whether scales of codes of 4 bits may be bfloat16 and take no more memory so; array code on a
+    CPU makes a copy of such stacks in float32.
 
     `stream_dtype`: of the residual stream, and so of all values between the products of a layer, whatever the
     weights' dtype is; None: that of the weights. With float32, half precision rounds in these places alone, in a
@@ -204,7 +207,7 @@ class Kernels:
     outputs_first: bool = False
     code_runs: tuple[int, ...] = (1,)
     code_spans: tuple[int, ...] = (1,)
-    bf16_scales: bool = False
+    takes_bf16_scales: bool = False
     code_stack_fits: Callable[[int], bool] = lambda num_bytes: True
     stream_dtype: jnp.dtype | None = None
 

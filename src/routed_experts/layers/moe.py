@@ -8,7 +8,6 @@ per token, E experts of a layer, R layers of the stack, D hidden, F expert width
 import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +21,7 @@ from routed_experts.layers.quantized import QuantizedWeight, Weight
 @dataclasses.dataclass(frozen=True)
 class ExpertCall:
     """One layer's expert computation. Rows that are not `valid` are padding: they may be skipped and yield zeros; of
-    many devices that share the experts, each has all rows, and one in `devices` is valid there. `scaled`: x as
-    `NormedRows.scaled` (kernels.py), made for `gate_up`; kernels may read either."""
+    many devices that share the experts, each has all rows, and one in `devices` is valid there."""
 
     x: Float[Array, "N D"]
     ids: Int[Array, "N K"]
@@ -39,7 +37,6 @@ class ExpertCall:
     replicas: Int[Array, "E J"] | None = None  # instances of each expert, where experts are on several devices
     instances: Int[Array, "N K"] | None = None  # those that run each slot, where the router has chosen them; -1: none
     devices: int = dataclasses.field(default=1, metadata={"static": True})
-    scaled: Any = None
 
     @property
     def expert_rows(self) -> int:

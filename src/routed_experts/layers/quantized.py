@@ -167,6 +167,27 @@ class QuantizedWeight:
 
 
 Weight = Float[Array, "R I O"] | QuantizedWeight
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ScaledRows:
+    """Rows for products with codes: each times a power of two, and the inverses, which their sums are multiplied by."""
+
+    values: Float[Array, "N D"]  # float16
+    inverse: Float[Array, " N"]  # float32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """N and D."""
+        return self.values.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the values."""
+        return self.values.dtype
+
+
 LARGEST_E4M3 = 448.0
 _SHIFT = 2.0**14  # neighbours of float32 are 2^-9 apart from here on, as subnormal numbers of e4m3 are
 _SHIFT_BITS = 0x46800000

@@ -221,13 +221,11 @@ class ModelFolder:
         if array.format == E4M3:
             return
         stored = self.quantized_tensors.get(source.name)
-        form, scales = "plain numbers" if stored is None else str(stored), array.scale_dtype.name
-        if stored is not None and scales == "bfloat16" and not stored.has_bf16_scales:
-            form += " with other scales"
+        form = "plain numbers" if stored is None else str(stored)
         raise WeightsMismatchError(
             f"{self.path}: {source.name} is stored as {form}, and {source.target} is served as {array.format} codes in "
-            f"groups of {array.group} inputs with {scales} scales, to which nothing is quantised here; load a "
-            "checkpoint of that form, or build the engine with quantization='none'",
+            f"groups of {array.group} inputs, to which nothing is quantised here; load a checkpoint of that form, or "
+            "build the engine with quantization='none'",
             param="model_path",
         )
 
@@ -236,7 +234,7 @@ class ModelFolder:
         matrices = self.quantized_tensors
         targets = ((source, coded.get(source.target)) for source in self.sources if source.name in matrices)
         return {
-            source.name: RetainedCodes(group=array.group, span=array.span, run=array.run)
+            source.name: RetainedCodes(group=array.group, span=array.span, run=array.run, scale_dtype=array.scale_dtype)
             for source, array in targets
             if array is not None and can_retain(array, source, matrices)
         }

@@ -63,7 +63,8 @@ def random_weight(key, stack, inputs, outputs, group, *, span=1, real=None) -> Q
 
 
 def random_halves(key, stack, inputs, outputs, group, *, form, run, real=None) -> QuantizedWeight:
-    """The same with codes of 4 bits, whose bits are all numbers: only scales of other matrices are NaN."""
+    """The same with codes of 4 bits, whose bits are all numbers: only scales of other matrices are NaN. Scales are
+    bfloat16, as in checkpoints."""
     codes_key, scales_key = jax.random.split(key)
     codes = jax.random.bits(codes_key, (stack, outputs, inputs // 2), jnp.uint8)
     codes = lax.bitcast_convert_type(codes, jnp.int8) if form == "int4" else codes
@@ -71,6 +72,7 @@ def random_halves(key, stack, inputs, outputs, group, *, form, run, real=None) -
     scales = jax.random.uniform(scales_key, shape, F32, 0.5, 1.5) / (4 * math.sqrt(inputs))
     if real is not None:
         scales = jnp.where(jnp.zeros((stack, 1, 1), bool).at[real].set(True), scales, jnp.nan)
+    scales = scales.astype(HALF)
     return QuantizedWeight(codes=codes, scales=scales, group=group, format=form, outputs_first=True, run=run)
 
 
@@ -213,10 +215,10 @@ def test_scales_of_bfloat16_have_the_bits_of_the_same_in_float32(name, form):
     keys = jax.random.split(jax.random.key(rows), 2)
     x = jax.random.normal(keys[0], (rows, inputs), HALF)
     weight = random_halves(keys[1], 2, inputs, outputs, group, form=form, run=run)
-    short = dataclasses.replace(weight, scales=weight.scales.astype(HALF))
-    wide = dataclasses.replace(weight, scales=short.scales.astype(F32))
+    assert weight.scales.dtype == HALF
+    wide = dataclasses.replace(weight, scales=weight.scales.astype(F32))
     product = jax.jit(lambda x, w: partial_sums(x, w, jnp.int32(1), tile=tile, interpret=True))
-    np.testing.assert_array_equal(product(x, short), product(x, wide))
+    np.testing.assert_array_equal(product(x, weight), product(x, wide))
 
 
 def test_a_part_of_a_sum_begins_where_a_group_does():
@@ -597,7 +599,7 @@ def test_a_layer_in_few_kernels_equals_plain_code():
         routing, _ = fused.route(logits, None, None, layer, spec, RouterBiases(layer=layer))
         own = SharedExperts(gate_up=gate_up, down=down)
         call = dataclasses.replace(call, x=normed.plain, ids=routing.ids, weights=routing.weights)
-        slots, _ = fused.slots(call, own)
+        slots, _ = fused.slots(call, own, normed.scaled)
         outputs = SlotOutputs(slots=slots, weights=routing.weights, valid=call.valid, inputs=normed.plain, shared=own)
         x, normed = fused.add_slots(x, outputs, norm)
         return x, normed.plain, routing.ids

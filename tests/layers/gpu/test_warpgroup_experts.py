@@ -23,6 +23,7 @@ from routed_experts.layers.gpu.warpgroup_experts import (
     FEWEST_CODE_ROWS,
     FEWEST_ROWS,
     suits_warpgroups,
+    tiled_outputs,
     warpgroup_experts,
 )
 from routed_experts.layers.gpu.warpgroups import Schedule, Warpgroups, find_warpgroups
@@ -206,10 +207,11 @@ def test_experts_of_codes_equal_plain_code(shape, kind, activation):
 
 def test_rows_that_are_scaled_are_read_in_place_of_others():
     call = make_coded_call((48, 1, 2, 128, 128), "padding")
-    scaled = scale_rows(call.x, interpret=True)
-    ready = dataclasses.replace(call, x=jnp.full_like(call.x, jnp.nan), scaled=scaled)
-    run = jax.jit(lambda call: warpgroup_experts(call, INTERPRETED, interpret=True))
-    np.testing.assert_array_equal(run(ready).astype(jnp.float32), run(call).astype(jnp.float32))
+    no_numbers = dataclasses.replace(call, x=jnp.full_like(call.x, jnp.nan))
+    run = jax.jit(lambda call, scaled: tiled_outputs(call, INTERPRETED, scaled_x=scaled, interpret=True))
+    (outputs, rows), (expected, _) = run(no_numbers, scale_rows(call.x, interpret=True)), run(call, None)
+    own = np.asarray(rows)[np.asarray(call.valid)]
+    np.testing.assert_array_equal(outputs[own].astype(jnp.float32), expected[own].astype(jnp.float32))
 
 
 @pytest.mark.parametrize("is_coded", [False, True])
@@ -219,7 +221,7 @@ def test_slots_of_a_fused_step_are_added_where_they_are(is_coded):
     call = (make_coded_call if is_coded else make_call)((rows, 1, experts, 128, 128), "padding")
     fused = gpu_kernels(interpret=True, warpgroups=INTERPRETED).fused_layer
     assert suits_warpgroups(call)
-    slots, rows_of_slots = fused.slots(dataclasses.replace(call, first_expert=jnp.int32(1)), None)
+    slots, rows_of_slots = fused.slots(dataclasses.replace(call, first_expert=jnp.int32(1)), None, None)
     unread = jnp.where(call.valid[:, None], rows_of_slots, 10**6)
     x, norm = jnp.ones_like(call.x), StreamNorm(scales=jnp.ones((3, 128), call.x.dtype), layer=jnp.int32(1), eps=1e-6)
     outputs = SlotOutputs(slots=slots, weights=call.weights, valid=call.valid, inputs=call.x, slot_rows=unread)
@@ -231,7 +233,7 @@ def test_steps_with_shared_experts_are_left_to_the_other_kernels():
     call = dataclasses.replace(make_coded_call((24, 1, 2, 128, 128)), first_expert=jnp.int32(1))
     shared = SharedExperts(gate_up=jnp.ones((3, 128, 256), jnp.bfloat16), down=jnp.ones((3, 128, 128), jnp.bfloat16))
     fused = gpu_kernels(interpret=True, warpgroups=INTERPRETED).fused_layer
-    outputs, rows_of_slots = jax.eval_shape(lambda: fused.slots(call, shared))
+    outputs, rows_of_slots = jax.eval_shape(lambda: fused.slots(call, shared, None))
     assert suits_warpgroups(call) and rows_of_slots is None and outputs.shape == (48, 128)
 
 
@@ -494,7 +496,7 @@ def test_fused_steps_equal_those_of_the_triton_kernels(is_coded):
     assert suits_warpgroups(call)
 
     def run(call, fused):
-        slots, rows = fused.slots(call, None)
+        slots, rows = fused.slots(call, None, None)
         outputs = SlotOutputs(slots=slots, weights=call.weights, valid=call.valid, inputs=inputs, slot_rows=rows)
         return fused.add_slots(jnp.zeros_like(inputs), outputs, norm)[0]
 

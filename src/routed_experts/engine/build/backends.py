@@ -111,7 +111,7 @@ def _constant(value: T) -> BackendEntry[T]:
 
 KERNELS: Mapping[str, BackendEntry[Kernels]] = MappingProxyType(
     {
-        name: _constant(Kernels(moe=backend, code_formats=frozenset(CODE_DTYPES), code_spans=SPANS, bf16_scales=True))
+        name: _constant(Kernels(moe=backend, code_formats=frozenset(CODE_DTYPES), code_spans=SPANS))
         for name, backend in MOE_BACKENDS.items()
     }
     | {

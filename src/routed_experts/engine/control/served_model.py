@@ -137,7 +137,7 @@ def code_support(args: ServerArgs, kernels: Kernels, *, offloads_experts: bool =
         outputs_first=kernels.outputs_first,
         runs=kernels.code_runs,
         spans=kernels.code_spans,
-        bf16_scales=kernels.bf16_scales,
+        takes_bf16_scales=kernels.takes_bf16_scales,
         stack_fits=kernels.code_stack_fits,
         parallel=parallel,
     )

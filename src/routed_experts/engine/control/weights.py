@@ -71,13 +71,11 @@ def to_copies(new: Weights, served: nnx.State[Any, Any], config: FamilyConfig | 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
-    """Arrays that a push may have: shapes and dtypes by name. Those in `plain` may have any of PLAIN_DTYPES, and those
-    in `exact` are not cast.
+    """Arrays that a push may have: shapes and dtypes by name. Those in `plain` may have any of PLAIN_DTYPES.
     `is_regrouped`: they are in the blocks of the plain model, and not in those that are served."""
 
     arrays: Mapping[str, Any]
     plain: Collection[str] = ()
-    exact: Collection[str] = ()
     is_regrouped: bool = False
 
     def differences(self, inputs: Mapping[str, object], *, any_dtype: bool) -> list[str]:
@@ -86,10 +84,7 @@ class _Layout:
             f"{name}: {_describe(inputs.get(name))} for {_describe(array)}"
             for name, array in self.arrays.items()
             if not _matches(
-                inputs.get(name),
-                array,
-                any_dtype=any_dtype and name not in self.exact,
-                others=PLAIN_DTYPES if name in self.plain else (),
+                inputs.get(name), array, any_dtype=any_dtype, others=PLAIN_DTYPES if name in self.plain else ()
             )
         ]
         unknown = [(name, leaf) for name, leaf in inputs.items() if name not in self.arrays]
@@ -116,10 +111,10 @@ def _matched(
     given = {name: array for name, array in coded.items() if f"{name}{SCALE}" not in inputs}
     _refuse_plain({name: array for name, array in given.items() if _is_numbers(_to_array(inputs.get(name)))})
     quantized = {name: array for name, array in given.items() if array.format == E4M3}
-    exact = {f"{name}{SCALE}" for name, array in coded.items() if array.scale_dtype != FLOAT32}
-    layouts = [_served_layout(arrays, quantized, exact), *_plain_layouts(arrays, config, inputs)]
+    layouts = [_served_layout(arrays, quantized), *_plain_layouts(arrays, config, inputs)]
     layout = _chosen(inputs, layouts, any_dtype=any_dtype)
     found = {name: _to_array(leaf) for name, leaf in inputs.items()}
+    _refuse_rounded({name: found[name] for name in _short_scales(coded) & found.keys()}, arrays)
     if layout.is_regrouped:
         _refuse_plain(coded)
         found = regroup(found, without_codes(config), config)
@@ -137,16 +132,15 @@ def _chosen(inputs: Mapping[str, object], layouts: Sequence[_Layout], *, any_dty
     return layouts[least]
 
 
-def _served_layout(served: Mapping[str, Any], quantized: Mapping[str, CodedArray], exact: Collection[str]) -> _Layout:
-    """The served arrays, with plain ones [R, I, O] in place of the codes and scales of `quantized`. Those of `exact`
-    are scales of fewer bits than float32, which a cast would round."""
+def _served_layout(served: Mapping[str, Any], quantized: Mapping[str, CodedArray]) -> _Layout:
+    """The served arrays, with plain ones [R, I, O] in place of the codes and scales of `quantized`."""
     dtype, arrays = served["embed"].dtype, dict(served)
     for name, array in quantized.items():
         shape = served[name].shape
         plain = (shape[0], shape[2], shape[1]) if array.outputs_first else shape
         arrays[name] = jax.ShapeDtypeStruct(plain, dtype)
         del arrays[f"{name}{SCALE}"]
-    return _Layout(arrays=arrays, plain=quantized.keys(), exact=exact)
+    return _Layout(arrays=arrays, plain=quantized.keys())
 
 
 def _plain_layouts(served: Mapping[str, Any], config: FamilyConfig, inputs: Mapping[str, object]) -> list[_Layout]:
@@ -169,6 +163,26 @@ def _refuse_plain(given: Mapping[str, CodedArray]) -> None:
         text = f"state holds plain numbers for {', '.join(wrong[:_SHOWN])}{more}, served as codes of 4 bits ({forms})"
         fix = "build the engine with quantization='none', or call update_weights_from_disk with a checkpoint of codes"
         raise WeightsMismatchError(f"{text}, to which nothing is quantised here; {fix}", param="state")
+
+
+def _short_scales(coded: Mapping[str, CodedArray]) -> set[str]:
+    """Scales that are served in a shorter dtype than float32."""
+    return {f"{name}{SCALE}" for name, array in coded.items() if array.scale_dtype != FLOAT32}
+
+
+def _refuse_rounded(scales: Mapping[str, Any], served: Mapping[str, Any]) -> None:
+    """Raise for scales that a cast to the served dtype would round."""
+    for name, array in scales.items():
+        dtype = served[name].dtype
+        if array.dtype != dtype and not bool(_is_exact(array, dtype)):
+            text = f"state has {name} in {array.dtype.name}, and {dtype.name}, in which it is served, rounds it"
+            raise WeightsMismatchError(f"{text}; build an engine of its own for these weights", param="state")
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _is_exact(array: Any, dtype: Any) -> Bool[Array, ""]:
+    """Whether a dtype holds all numbers of the array."""
+    return (array.astype(dtype).astype(array.dtype) == array).all()
 
 
 def delete_quantized(new: Weights, served: nnx.State[Any, Any], config: FamilyConfig) -> None:

@@ -15,7 +15,7 @@ from routed_experts.layers.gpu.warpgroups import Warpgroups
 from routed_experts.layers.kernels import FusedRouter, FusedSteps, Kernels, NormedRows, SharedExperts
 from routed_experts.layers.linear import LinearBackend
 from routed_experts.layers.moe import ALL_EXPERTS, ExpertCall, MoeBackend
-from routed_experts.layers.quantized import CODE_DTYPES, SPANS, Weight
+from routed_experts.layers.quantized import CODE_DTYPES, SPANS, ScaledRows, Weight
 
 _UNROLLED = 4  # layers; with more, a program takes longer to compile
 _FUSED_FEATURES = ALL_EXPERTS | {
@@ -32,10 +32,14 @@ def gpu_kernels(*, interpret: bool, warpgroups: Warpgroups | None = None) -> Ker
         rows = x.fastest if isinstance(x, NormedRows) else x
         return partial_sums(rows, weights, layer, interpret=interpret)
 
-    def slots(call: ExpertCall, shared: SharedExperts | None) -> tuple[Float[Array, "P D"], Int[Array, "N K"] | None]:
+    def slots(
+        call: ExpertCall, shared: SharedExperts | None, scaled: ScaledRows | None
+    ) -> tuple[Float[Array, "P D"], Int[Array, "N K"] | None]:
+        stride = call.num_experts
         if warpgroups is not None and shared is None and suits_warpgroups(call):
-            return tiled_outputs(call, warpgroups, stride=call.num_experts, interpret=interpret)
-        return slot_outputs(call, tiles_for(call, shared), shared, stride=call.num_experts, interpret=interpret), None
+            return tiled_outputs(call, warpgroups, scaled_x=scaled, stride=stride, interpret=interpret)
+        tiles = tiles_for(call, shared)
+        return slot_outputs(call, tiles, shared, scaled_x=scaled, stride=stride, interpret=interpret), None
 
     linear = LinearBackend(
         name="gpu",
@@ -71,6 +75,6 @@ def gpu_kernels(*, interpret: bool, warpgroups: Warpgroups | None = None) -> Ker
         outputs_first=True,
         code_runs=RUNS,
         code_spans=SPANS,
-        bf16_scales=True,
+        takes_bf16_scales=True,
         code_stack_fits=is_addressable,
     )

@@ -24,7 +24,7 @@ from routed_experts.layers.gpu.activations import activate
 from routed_experts.layers.gpu.blocks import combine_masks, load_or_zero, power_of_two, rounded, scaled_step
 from routed_experts.layers.gpu.expert_rows import load_experts
 from routed_experts.layers.gpu.operands import Inputs, MatrixKind, check_weights, shared_kind
-from routed_experts.layers.gpu.scaled_rows import CODE_ROWS, Rows, RowScaling, rows_for_codes
+from routed_experts.layers.gpu.scaled_rows import CODE_ROWS, Rows, RowScaling, ScaledRows, rows_for_codes
 from routed_experts.layers.gpu.sums import FEWEST_ROWS, UNROLLED_STEPS, sum_products
 from routed_experts.layers.gpu.warpgroup_experts import suits_warpgroups, warpgroup_experts
 from routed_experts.layers.gpu.warpgroups import Warpgroups
@@ -98,7 +98,8 @@ TILES = (
 )
 # For codes. Measured on an H100 with 128 experts of 2048 x 768, top-8, for 1 to 4, 16, 64, 256, 1024 and 4096 tokens,
 # and for 8, 16 and 64 again on an H200: few rows without the tensor cores, then blocks that scale their rows
-# themselves, and from 8 rows an expert on a launch that scales all.
+# themselves, and with more than 8 rows an expert a kernel before them. With 1 and 4 rows an expert (16 and 64 tokens)
+# blocks that scale rows were faster on an H200 than those that read scaled ones; with 5 to 8 it was not measured.
 CODE_TILES = (
     MoeTiles(rows=0.5, gate_up=_tile(8, 64, 128, 2, 3), down=_tile(8, 128, 256, 4, 2), scaled=RowScaling.INSIDE),
     MoeTiles(rows=5, gate_up=_tile(8, 64, 128, 4, 3), down=_tile(8, 128, 256, 4, 2), scaled=RowScaling.INSIDE),
@@ -359,6 +360,19 @@ def choose_tiles(slots: int, num_experts: int, dim: int, width: int, kind: Matri
     return MoeTiles(rows=0, gate_up=gate_up, down=down, sorted_slots=False, scaled=RowScaling.INSIDE)
 
 
+_MOST_ROWS_INSIDE = max(tiles.rows for tiles in CODE_TILES if tiles.scaled is RowScaling.INSIDE)
+
+
+def takes_scaled_rows(num_rows: int, dtype: Any, weights: Weight | None, expert_rows: float | None = None) -> bool:
+    """Whether products of `num_rows` rows of that dtype with these matrices read scaled rows: on the tensor cores with
+    codes of e4m3, of experts where they have more than a few rows each, `expert_rows`, on average. Of codes of 4 bits
+    it was not measured."""
+    if weights is None or shared_kind(weights) is not MatrixKind.CODES:
+        return False
+    is_few = expert_rows is not None and expert_rows <= _MOST_ROWS_INSIDE
+    return num_rows >= FEWEST_ROWS and dtype == jnp.bfloat16 and not is_few
+
+
 def tiles_for(call: ExpertCall, shared: SharedExperts | None = None) -> MoeTiles:
     """The tiles for this call. Those of codes suit no numbers beside them: their blocks of few rows are too wide."""
     matrices = [call.gate_up, call.down] + ([] if shared is None else [shared.gate_up, shared.down])
@@ -367,9 +381,16 @@ def tiles_for(call: ExpertCall, shared: SharedExperts | None = None) -> MoeTiles
 
 
 def slot_outputs(
-    call: ExpertCall, tiles: MoeTiles, shared: SharedExperts | None = None, *, stride: int = 1, interpret: bool
+    call: ExpertCall,
+    tiles: MoeTiles,
+    shared: SharedExperts | None = None,
+    *,
+    scaled_x: ScaledRows | None = None,
+    stride: int = 1,
+    interpret: bool,
 ) -> Float[Array, "NKN D"]:
-    """Each slot's expert applied to its row; slots of padding rows are not written. `first_expert` counts in steps of
+    """Each slot's expert applied to its row; slots of padding rows are not written. `scaled_x`: the rows scaled, where
+    they are at hand; tiles that scale rows inside do not read them. `first_expert` counts in steps of
     `stride`: a product of two scalars is a launch where a kernel does not make it. Shared experts are further tiles of
     the same two kernels, so they add no launch; their outputs are N more rows. They ask for a `stride` of E:
     `first_expert` is then the layer of the run, which is theirs."""
@@ -421,7 +442,8 @@ def slot_outputs(
             name=name,
         )(first, call.valid, flat, counts, order, *given)
 
-    x = call.scaled if call.scaled is not None and scaled is CODE_ROWS else prepared(call.x, tiles.gate_up)
+    is_scaled = scaled_x is not None and scaled is RowScaling.KERNEL and tiles.gate_up.rows >= FEWEST_ROWS
+    x = scaled_x if is_scaled else prepared(call.x, tiles.gate_up)
     gate_up, down = [x, call.gate_up, call.gate_up_bias], [call.down, call.down_bias]
     assert (call.gate_up_bias is None) == (call.down_bias is None), "both products have biases, or none"
     if shared is None:

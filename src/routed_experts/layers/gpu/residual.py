@@ -1,6 +1,6 @@
 """The residual stream on a GPU: add a layer's output, in parts or in slots, and normalise the sum, as one kernel; for a
 single row the product that follows is part of it. Where the norm is multiplied by codes that take scaled rows, the same
-kernel makes them, of the numbers of the norm as they are stored: they are those of `scale_rows` by a bit.
+kernel makes them, of the numbers of the norm as they are stored: bitwise those of `scale_rows`.
 
 Rounded as the plain code rounds: the addend is one array of the model's dtype, so are its bias, its scale and the sum,
 and `rms_norm` reads that. Dims: N tokens, D hidden, S parts of a sum, K experts per token, R layers of the stack."""
@@ -20,8 +20,8 @@ from jaxtyping import Array, Float
 from routed_experts.layers.gpu.activations import sigmoid
 from routed_experts.layers.gpu.blocks import combine_masks, load_or_zero, power_of_two, rounded
 from routed_experts.layers.gpu.linear import LinearTile, choose_tile, partial_sums
+from routed_experts.layers.gpu.moe import takes_scaled_rows
 from routed_experts.layers.gpu.scaled_rows import scale_rows, scaled_shape, to_float16
-from routed_experts.layers.gpu.sums import takes_scaled_rows
 from routed_experts.layers.kernels import NormedRows, SlotOutputs, StreamNorm
 from routed_experts.layers.quantized import Weight
 
@@ -166,7 +166,7 @@ def _call(
 ) -> tuple[Float[Array, "N D"], NormedRows]:
     num_rows, dim = x.shape
     shape: Any = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    is_scaled = takes_scaled_rows(num_rows, x.dtype, norm.next_matrices, norm.matrix_rows)
+    is_scaled = takes_scaled_rows(num_rows, x.dtype, norm.next_matrices, norm.expert_rows)
     static = _Norm(eps=norm.eps, offset=norm.offset, residual_scale=norm.residual_scale)
     stream, normed = pl.pallas_call(
         functools.partial(kernel, static=static),
@@ -180,7 +180,7 @@ def _call(
 
 
 def normed_rows(normed: Float[Array, "N D"], next_matrices: Weight | None, *, interpret: bool = False) -> NormedRows:
-    """Rows that another kernel has normed, as those here make them; at most one launch."""
+    """Normed rows, and where the matrices take them so the same rows scaled, by a launch."""
     is_scaled = takes_scaled_rows(normed.shape[0], normed.dtype, next_matrices)
     return NormedRows(normed, scale_rows(normed, interpret=interpret) if is_scaled else None)
 

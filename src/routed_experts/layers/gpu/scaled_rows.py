@@ -8,7 +8,6 @@ no number of such a row is below 2^-7 then, so all are exact. The same holds for
 
 Dims: N rows, D numbers of a row, T rows of a block, I inputs of a step."""
 
-import dataclasses
 import enum
 from typing import Any
 
@@ -20,6 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
 from routed_experts.layers.gpu.blocks import combine_masks, load_or_zero, power_of_two
+from routed_experts.layers.quantized import ScaledRows
 
 _LARGEST = 14  # exponent of a row's largest number
 _BIAS = 127  # of exponents of float32
@@ -30,30 +30,11 @@ _MOST_ROWS = 16  # of a block
 class RowScaling(enum.Enum):
     """Where rows that come as bfloat16 become float16."""
 
-    KERNEL = "kernel"  # once, by a launch before the product
+    KERNEL = "kernel"  # once, by a kernel before the product
     INSIDE = "inside"  # by each block of the product, step by step
 
 
 CODE_ROWS = RowScaling.KERNEL  # what the tables of tiles choose
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ScaledRows:
-    """Rows in float16, and what their sums are multiplied by."""
-
-    values: Float[Array, "N D"]
-    inverse: Float[Array, " N"]  # float32
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """N and D."""
-        return self.values.shape
-
-    @property
-    def dtype(self) -> Any:
-        """Of the numbers: float16."""
-        return self.values.dtype
 
 
 Rows = Float[Array, "N D"] | ScaledRows

@@ -34,7 +34,6 @@ from routed_experts.layers.gpu.scaled_rows import RowScaling, ScaledRows, power_
 from routed_experts.layers.quantized import QuantizedWeight, Weight
 
 FEWEST_ROWS = 8  # of a product on the tensor cores
-MOST_ROWS_INSIDE = 8  # of an expert, on average, which its product scales (moe.py)
 UNROLLED_STEPS = 4  # of few rows; the loads of such steps are all on their way before the first one is multiplied
 
 
@@ -50,17 +49,6 @@ class _Block:
     columns: tuple[Array, ...]
     real: Array | None
     interpret: bool
-
-
-def takes_scaled_rows(num_rows: int, dtype: Any, weights: Weight | None, matrix_rows: float | None = None) -> bool:
-    """Whether products with these matrices are faster with rows of that dtype as ScaledRows: those of codes on the
-    tensor cores. Of 4 bits, and of fewer rows, codes have products that scale rows themselves. `matrix_rows`: rows of
-    each of several matrices, on average; up to MOST_ROWS_INSIDE of them are scaled inside, which was faster
-    on an H200 for experts of 2048 x 768 with 1 and 4 rows each."""
-    is_coded = isinstance(weights, QuantizedWeight) and not is_packed(weights)
-    if matrix_rows is not None and matrix_rows <= MOST_ROWS_INSIDE:
-        return False
-    return is_coded and num_rows >= FEWEST_ROWS and dtype == jnp.bfloat16
 
 
 def part_unit(weights: Weight) -> int:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.gpu.expert_rows import AnyRows, Tiles, group_rows
-from routed_experts.layers.gpu.scaled_rows import scale_rows
+from routed_experts.layers.gpu.scaled_rows import ScaledRows, scale_rows
 from routed_experts.layers.gpu.warpgroup_codes import has_code_blocks, multiply_codes, tile_of_codes
 from routed_experts.layers.gpu.warpgroup_numbers import NUMBER_TILE, multiply_numbers, suits_number_products
 from routed_experts.layers.gpu.warpgroups import Warpgroups
@@ -33,10 +33,11 @@ def suits_warpgroups(call: ExpertCall) -> bool:
 
 
 def tiled_outputs(
-    call: ExpertCall, warpgroups: Warpgroups, *, stride: int = 1, interpret: bool
+    call: ExpertCall, warpgroups: Warpgroups, *, scaled_x: ScaledRows | None = None, stride: int = 1, interpret: bool
 ) -> tuple[Float[Array, "P D"], Int[Array, "N K"]]:
     """Each slot's expert applied to its row, of a call that suits, and the row of each slot, which is not defined for
-    slots of padding. `first_expert` counts in steps of `stride`."""
+    slots of padding. `scaled_x`: the rows scaled, where they are at hand. `first_expert` counts in steps of
+    `stride`."""
     first, gate_up, down, dtype = call.first_expert.reshape(1), call.gate_up, call.down, call.x.dtype
 
     def grouped(x: AnyRows, tile: int) -> tuple[AnyRows, Int[Array, "N K"], Tiles]:
@@ -44,7 +45,7 @@ def tiled_outputs(
 
     if isinstance(gate_up, QuantizedWeight):
         assert isinstance(down, QuantizedWeight), "see `suits_warpgroups`"
-        scaled = scale_rows(call.x, interpret=interpret) if call.scaled is None else call.scaled
+        scaled = scale_rows(call.x, interpret=interpret) if scaled_x is None else scaled_x
         scaled, rows, tiles = grouped(scaled, tile_of_codes(call.expert_rows))
         hidden = multiply_codes(scaled, gate_up, first, tiles, call.activation, dtype, warpgroups, stride=stride)
         scaled = scale_rows(hidden, interpret=interpret)

@@ -34,26 +34,27 @@ constexpr int64_t kPrefetchEvery = 8;  // rows of a panel between two prefetches
 constexpr int64_t kPrefetchColumns = 64;  // of the panels that are prefetched together: memory brings neighbouring lines faster
 constexpr int kPad = kLanes;     // between rows of scratch: rows a power of two apart would share a few lines of the cache
 
-// Scales of a matrix, float32 or bfloat16, from its column `col` on: a row for each group, in which 2^shift columns share one. Vectors lie
-// within such a span.
+// Scales of a matrix, float32 or bfloat16, from its row `row` and column `col` on, where `first` is the first one of all: a row for each group,
+// in which 2^shift columns share one. Vectors lie within such a span.
 struct ScaleRows {
   const void* first;
   bool is_bf16;
   int64_t ld;
   int shift;
-  int64_t col, row = 0;
-  vf at(int64_t below, int64_t c) const { return is_bf16 ? of<bf16>(below, c) : of<float>(below, c); }
-  vf at(int64_t below, int64_t c, int count) const {  // part of a vector: no span has one
-    return is_bf16 ? load(row_of<bf16>(below) + col + c, count) : load(row_of<float>(below) + col + c, count);
+  int64_t col = 0;
+  int64_t row = 0;
+  vf at(int64_t group, int64_t c) const { return is_bf16 ? of<bf16>(group, c) : of<float>(group, c); }
+  vf at(int64_t group, int64_t c, int count) const {  // part of a vector: no span has one
+    return is_bf16 ? load(row_of<bf16>(group) + col + c, count) : load(row_of<float>(group) + col + c, count);
   }
   ScaleRows below(int64_t rows) const { return {first, is_bf16, ld, shift, col, row + rows}; }
 
  private:
   template <class T>
-  const T* row_of(int64_t below) const { return static_cast<const T*>(first) + (row + below) * ld; }
+  const T* row_of(int64_t group) const { return static_cast<const T*>(first) + (row + group) * ld; }
   template <class T>
-  vf of(int64_t below, int64_t c) const {
-    const T* const own = row_of<T>(below);
+  vf of(int64_t group, int64_t c) const {
+    const T* const own = row_of<T>(group);
     return shift == 0 ? load(own + col + c) : vf{} + number(own[(col + c) >> shift]);
   }
 };

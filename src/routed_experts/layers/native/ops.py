@@ -347,7 +347,7 @@ NATIVE_KERNELS = Kernels(
     tied_linear=native_tied_linear,
     code_formats=frozenset({E4M3, INT4, E2M1}),
     code_spans=SPANS,
-    bf16_scales=True,
+    takes_bf16_scales=True,
     stream_dtype=jnp.dtype(jnp.float32),
 )
 NATIVE_ATTENTION = AttentionBackend(

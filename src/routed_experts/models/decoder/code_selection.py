@@ -3,7 +3,8 @@
 Of a quantised checkpoint a matrix stays as it is where the kernels take its format, all its tensors are scaled along
 its inputs in groups that a kernel reads, and no device's part cuts a group below the smallest, nor, of codes of 4 bits,
 a pair of runs. All others are dequantised when they are loaded. Outputs share scales where the tensors have them so,
-the kernels read such spans, and neither a tensor nor a device's part ends inside of one. A block of layers whose stack
+the kernels read such spans, and neither a tensor nor a device's part ends inside of one. Scales of codes of 4 bits are
+bfloat16 where the kernels take that, and all tensors of an array store it, or exponents. A block of layers whose stack
 the kernels cannot read is cut into several. Plain matrices are quantised to e4m3, where that is asked for and the
 checkpoint has no codes of another format. Both arrays of experts are codes, or neither."""
 
@@ -32,14 +33,14 @@ ONE_DEVICE = ParallelConfig(1)
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CodeSupport:
     """What an engine's kernels take (`Kernels.code_formats`, `outputs_first`, `code_runs`, `code_spans`,
-    `bf16_scales`, `code_stack_fits`), and how the model is sharded. `quantizes`: plain checkpoints, too."""
+    `takes_bf16_scales`, `code_stack_fits`), and how the model is sharded. `quantizes`: plain checkpoints, too."""
 
     formats: frozenset[str] = frozenset()
     quantizes: bool = False
     outputs_first: bool = False
     runs: tuple[int, ...] = (1,)
     spans: tuple[int, ...] = (1,)
-    bf16_scales: bool = False
+    takes_bf16_scales: bool = False
     stack_fits: Callable[[int], bool] = lambda num_bytes: True
     parallel: ParallelConfig = ONE_DEVICE
 
@@ -147,7 +148,7 @@ def _coded(
                 format=form.format,
                 outputs_first=support.outputs_first,
                 run=run,
-                scale_dtype=BFLOAT16 if is_packed and support.bf16_scales and form.has_bf16_scales else FLOAT32,
+                scale_dtype=BFLOAT16 if is_packed and support.takes_bf16_scales and form.has_bf16_scales else FLOAT32,
             )
     if not found.keys() >= _EXPERTS:
         return tuple(array for name, array in found.items() if name not in _EXPERTS)
@@ -163,9 +164,9 @@ def without_codes(config: FamilyConfig) -> FamilyConfig:
 def can_retain(array: CodedArray, source: WeightSource, matrices: Mapping[str, CodedTensor]) -> bool:
     """Whether a tensor of the array has codes that stay as they are."""
     form = _shared_form((source,), matrices)
-    if form is None or (array.scale_dtype != FLOAT32 and not form.has_bf16_scales):
+    if form is None or form.format != array.format:
         return False
-    return form.format == array.format and form.group % array.group == 0 and form.span % array.span == 0
+    return form.group % array.group == 0 and form.span % array.span == 0
 
 
 def _by_array(sources: Iterable[WeightSource]) -> dict[str, list[WeightSource]]:

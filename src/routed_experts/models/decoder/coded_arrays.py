@@ -2,10 +2,9 @@
 fill them.
 
 An array `name` [..., I, O] of numbers becomes the codes `name`, of the same shape or with its last two axes swapped,
-and `name_scale` [..., J, P], float32; of codes of 4 bits bfloat16, where the checkpoint's scales are that or powers of
-two. Codes of 4 bits are two a byte, along the inputs. Both are sharded as the numbers were: outputs in whole spans,
-inputs in whole groups, and with codes of 4 bits in whole pairs of runs. Dims: I inputs, O outputs, J groups of inputs,
-P spans of outputs."""
+and `name_scale` [..., J, P], float32 or, as `select_codes` chooses for codes of 4 bits, bfloat16. Codes of 4 bits are
+two a byte, along the inputs. Both are sharded as the numbers were: outputs in whole spans, inputs in whole groups, and
+with codes of 4 bits in whole pairs of runs. Dims: I inputs, O outputs, J groups of inputs, P spans of outputs."""
 
 import dataclasses
 import itertools

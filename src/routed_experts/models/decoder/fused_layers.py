@@ -122,8 +122,8 @@ class _FusedLayer:
         assert isinstance(feed, Sparse), "the few kernels run MoE layers"
         mixed, cache = self._mix(normed, cache, repeat, layer)
         parts = fused.product(mixed.reshape(x.shape[0], -1), self._matrices("out"), repeat)
-        matrix_rows = x.shape[0] * feed.router.top_k / feed.router.num_experts
-        norm = self._norm(self._all("post_norm"), repeat, self._matrices("gate_up"), matrix_rows)
+        expert_rows = x.shape[0] * feed.router.top_k / feed.router.num_experts
+        norm = self._norm(self._all("post_norm"), repeat, self._matrices("gate_up"), expert_rows)
         x, normed, logits = fused.add_parts(x, parts, self._get("out_bias"), norm, self._all("router"))
         biases = RouterBiases(logits=self._get("router_bias"), selection=self._get("selection_bias"), layer=repeat)
         recorded = to_block(capture)
@@ -192,9 +192,8 @@ class _FusedLayer:
             self._get("gate_up_bias"),
             self._get("down_bias"),
             feed.activation,
-            scaled=normed.scaled,
         )
-        slots, slot_rows = self.fused.slots(call, shared)
+        slots, slot_rows = self.fused.slots(call, shared, normed.scaled)
         return SlotOutputs(
             slots=slots,
             weights=routing.weights,
@@ -209,7 +208,7 @@ class _FusedLayer:
         scales: Float[Array, "R D"],
         repeat: Int[Array, ""],
         next_matrices: Weight | None,
-        matrix_rows: float | None = None,
+        expert_rows: float | None = None,
     ) -> StreamNorm:
         config = self.config
         return StreamNorm(
@@ -219,7 +218,7 @@ class _FusedLayer:
             offset=config.norm_offset,
             residual_scale=config.residual_scale,
             next_matrices=next_matrices,
-            matrix_rows=matrix_rows,
+            expert_rows=expert_rows,
         )
 
     def _matrices(self, name: str) -> Weight:

@@ -15,13 +15,17 @@ import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import numpy as np
+
 from routed_experts.core.errors import CheckpointError
+from routed_experts.layers.quantized import FLOAT32
 from routed_experts.models.base.quantization_config import FP8, Codes, QuantizationConfig, StorageFormat
 from routed_experts.models.loading.checkpoint import Checkpoint
 from routed_experts.models.loading.kv_scales import is_kv_scale, is_read
 from routed_experts.models.loading.quantized_tensors import QuantizedMatrix
 from routed_experts.models.loading.virtual_tensors import (
     CodedTensor,
+    ExactScales,
     Header,
     PackedRuns,
     VirtualCheckpoint,
@@ -45,12 +49,13 @@ NONE_RETAINED: Mapping[str, "RetainedCodes"] = MappingProxyType({})
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RetainedCodes:
-    """How the codes of a matrix are kept: inputs and outputs that share a scale, and the run in which codes of 4 bits
-    are packed (layers/quantized.py)."""
+    """How the codes of a matrix are kept: inputs and outputs that share a scale, the run in which codes of 4 bits are
+    packed (layers/quantized.py), and the dtype of the scales."""
 
     group: int
     span: int = 1
     run: int = 1
+    scale_dtype: np.dtype = FLOAT32
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +80,10 @@ def show_codes(tensors: Mapping[str, VirtualTensor], retained: Mapping[str, Reta
         tensor = tensors.get(name)
         if isinstance(tensor, CodedTensor):
             codes = tensor.as_codes() if form.run == 1 else PackedRuns(tensor.as_codes(), form.run)
-            shown |= {name: codes, f"{name}{GROUP_SCALES}": tensor.as_scales(form.group, form.span)}
+            scales = tensor.as_scales(form.group, form.span)
+            if form.scale_dtype != FLOAT32 and not tensor.has_bf16_scales:
+                scales = ExactScales(scales, f"the scales of {name}", form.scale_dtype)
+            shown |= {name: codes, f"{name}{GROUP_SCALES}": scales}
     return shown
 
 
@@ -222,7 +230,7 @@ class _Reader:
         allowed = (*_FLOAT_SCALES, *(_EXPONENTS if self.config.method == FP8 else ()))
         if dtype not in allowed:
             raise self._error(matrix.scales, f"is {dtype}", " or ".join(allowed))
-        matrix = dataclasses.replace(matrix, bf16_scales=dtype in ("bfloat16", *_EXPONENTS))
+        matrix = dataclasses.replace(matrix, scale_dtype=dtype)
         if matrix.zero_points is None:
             return matrix
         self._check_zero_points(matrix.zero_points, matrix)

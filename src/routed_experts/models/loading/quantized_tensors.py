@@ -42,7 +42,7 @@ class QuantizedMatrix(CodedTensor):
     zero_points: str | None = None
     has_packed_zeros: bool = False  # in words, along the rows of the grid
     group_map: str | None = None
-    bf16_scales: bool = False  # or exponents
+    scale_dtype: str = "float32"  # in the file
     unused: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -128,7 +128,7 @@ class QuantizedMatrix(CodedTensor):
 
     @property
     def has_bf16_scales(self) -> bool:
-        return self.bf16_scales
+        return self.scale_dtype == "bfloat16"
 
     def as_codes(self) -> "StoredCodes":
         return StoredCodes(self)

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float, Shaped, UInt8
 
-from routed_experts.core.errors import CheckpointError
+from routed_experts.core.errors import CheckpointError, WeightsMismatchError
 from routed_experts.layers.quantized import CODE_DTYPES, CODE_VALUES, E2M1, pack_runs
 from routed_experts.models.base.weight_source import StoredEntries
 from routed_experts.models.loading.checkpoint import Checkpoint
@@ -99,6 +99,35 @@ class PackedRuns:
         first, last = columns.start // self.run * self.run, math.ceil(columns.stop / self.run) * self.run
         stored = self.codes.read(checkpoint, (*lead, slice(first, last)))
         return pack_runs(stored, self.run)[..., columns.start - first : columns.stop - first]
+
+
+@dataclass(frozen=True, slots=True)
+class ExactScales:
+    """Scales that are kept in a shorter dtype than the file's, which holds them all. `text`: what they are, for the
+    error."""
+
+    scales: VirtualTensor
+    text: str
+    dtype: np.dtype
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return self.scales.needs
+
+    def header(self, headers: Mapping[str, Header]) -> Header:
+        return self.scales.header(headers)
+
+    def read(self, checkpoint: Checkpoint, box: tuple[slice, ...]) -> Float[np.ndarray, "... P J"]:
+        """The box. Raises WeightsMismatchError for a scale that the dtype would round."""
+        scales = self.scales.read(checkpoint, box)
+        rounded = scales.astype(self.dtype).astype(scales.dtype) != scales
+        if rounded.any():
+            raise WeightsMismatchError(
+                f"{checkpoint.path}: {self.text} hold {scales[rounded].flat[0]}, and {self.dtype.name}, in which they "
+                "are served, does not; build an engine of its own for this checkpoint",
+                param="model_path",
+            )
+        return scales
 
 
 def no_virtual_tensors(headers: Mapping[str, Header]) -> Mapping[str, VirtualTensor]:
