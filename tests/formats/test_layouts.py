@@ -104,6 +104,18 @@ def test_a_sequence_of_one_token_has_no_rows(name):
     assert back(to(record), SequenceInfo(spec=SPEC, num_tokens=1, num_prompt_tokens=1, version=4)) == record
 
 
+@pytest.mark.parametrize("name", ["slime", "verl", "nemo_rl", "sglang", "vllm021"])
+def test_no_rows_may_be_a_list_of_json(name):
+    """`[]` tells neither layers nor experts. The generated rows of one token are none, too."""
+    to, back = PAIRS[name]
+    for length, prompt in ((1, 1), (5, 4)):
+        record = random_record(np.random.default_rng(3), length, prompt_len=prompt)
+        payload = to(record)
+        as_json = [part.tolist() for part in payload] if isinstance(payload, tuple) else payload
+        as_json = payload.tolist() if isinstance(payload, np.ndarray) else as_json
+        assert back(as_json, SequenceInfo.from_record(record)) == record
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_prompt_without_an_answer_may_lack_its_last_row(name):
     to, back = PAIRS[name]

@@ -14,7 +14,7 @@ from routed_experts.core.capture_spec import expert_id_dtype
 from routed_experts.core.errors import RoutingFormatError
 from routed_experts.core.record_validation import to_version_spans
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.formats import record_from_meta_info, record_from_npy, record_from_response
+from routed_experts.formats import packed, record_from_meta_info, record_from_npy, record_from_response
 from routed_experts.formats.archive import decode_record, encode_record
 from routed_experts.formats.meta_info import extract_routed_experts_from_meta_info
 from routed_experts.formats.metadata import RoutedExpertsMetadata, to_metadata
@@ -216,6 +216,35 @@ def test_expert_256_survives_every_form():
         assert extract_routed_experts_from_meta_info({"meta_info": fields}).tolist() == expected
     assert record_from_response(listed(record)) == record
     assert decode_record(encode_record(record)) == record
+
+
+@pytest.mark.parametrize("largest", [299, 200])
+def test_packed_rows_in_the_dtype_of_skyrl_are_read(largest):
+    record = example(ids=np.array([[[largest, 0], [7, 1]], [[4, 2], [6, 1]]], np.uint16), num_experts=300)
+    fields = encode_routed_experts(record, payload_format="packed", layers="all")
+    ids = packed.narrow(packed.decode(fields["routed_experts"]))
+    info = {**fields["routed_experts_info"], "dtype": ids.dtype.name}
+    narrowed = {"routed_experts": packed.encode(ids, start=record.start), "routed_experts_info": info}
+    assert ids.dtype == (np.int16 if largest > 255 else np.uint8)
+    assert record_from_response({"choices": [narrowed]}) == record
+    expected = [-1, -1, largest, 0, 7, 1, -1, -1, 4, 2, 6, 1]
+    assert extract_routed_experts_from_meta_info({"meta_info": narrowed}).tolist() == expected
+    for dtype, wire in (("uint32", "packed"), ("int16", "npy")):
+        with pytest.raises(RoutingFormatError, match=f"dtype is '{dtype}'"):
+            RoutedExpertsMetadata.from_json({**info, "dtype": dtype, "format": wire})
+
+
+def test_integers_of_numpy_are_written():
+    """As `flatnonzero` gives them, and a slice by one."""
+    plain = example()
+    fields = dict(layer_ids=tuple(np.array(plain.layer_ids)), num_experts=np.int64(plain.num_experts))
+    fields |= dict(num_hidden_layers=np.int64(plain.num_hidden_layers))
+    for record, expected in ((dataclasses.replace(plain, **fields), plain), (plain[np.int64(1) :], plain[1:])):
+        for wire in ("int32", "npy", "packed"):
+            told = json.loads(json.dumps(encode_meta_info(record, payload_format=wire, layers="all")))
+            assert record_from_meta_info({"meta_info": told}) == expected
+        json.dumps(encode_as_lists(record, layers="all"))
+        assert decode_record(encode_record(record)) == expected
 
 
 def test_the_extracted_array_can_be_written_to():

@@ -1,6 +1,7 @@
 """The training forward: replay is bitwise where it must be, reaches the router where it should, and agrees with the
 engine."""
 
+import dataclasses
 import functools
 
 import jax
@@ -311,6 +312,60 @@ def test_packed_segments_are_the_sequences_on_their_own(quick_run):
     )
     np.testing.assert_allclose(packed.logits, np.concatenate([part.logits for part in apart], axis=1), atol=1e-4)
     assert np.array_equal(packed.ids, np.concatenate([part.ids for part in apart], axis=1))
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.uint32])
+def test_segments_of_few_bits_are_not_padding(quick_run, dtype):
+    """Not that of id 0 either."""
+    tokens = random_tokens(1, 6, seed=15)
+    ids = drifted_ids(tokens)
+    wide = jnp.pad(tokens, ((0, 0), (4, 0)))
+    batch = routed_batch(np.pad(ids, ((0, 0), (4, 0), (0, 0), (0, 0))), valid=np.arange(10) >= 4, pad=np.arange(10) < 4)
+    alone = quick_run(tokens, routed_batch(ids)).logits
+    padded = quick_run(wide, batch, segment_ids=jnp.zeros((1, 10), dtype)).logits
+    np.testing.assert_allclose(padded[:, 4:], alone, atol=1e-4)
+
+
+@pytest.mark.parametrize("filler", [VOCAB_SIZE, VOCAB_SIZE + 100, -VOCAB_SIZE - 1])
+def test_gradients_do_not_depend_on_the_ids_of_padding(parts, filler):
+    tokens = random_tokens(1, 6, seed=16)
+    ids = np.pad(drifted_ids(tokens), ((0, 0), (4, 0), (0, 0), (0, 0)))
+    batch = routed_batch(ids, valid=np.arange(10) >= 4, pad=np.arange(10) < 4)
+
+    @functools.partial(jax.jit, compiler_options=fast_compile.OPTIONS)
+    def gradient(state, tokens):
+        def loss(state):
+            logits = forward(nnx.merge(parts[0], state), tokens, routed=batch).logits[:, 4:-1]
+            return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 5:, None], axis=-1))
+
+        return jax.grad(loss)(state)
+
+    usual, other = (gradient(parts[1], jnp.pad(tokens, ((0, 0), (4, 0)), constant_values=fill)) for fill in (7, filler))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(other))
+    assert_close(usual, other, 1e-7)
+
+
+def test_weights_of_bfloat16_are_floats(parts):
+    tokens = random_tokens(1, 6, seed=17)
+    batch = routed_batch(drifted_ids(tokens))
+    weights = jnp.full((*tokens.shape, MOE_LAYERS, TOP_K), 0.25, jnp.bfloat16)
+    model = nnx.merge(*parts)
+    short, wide = (
+        forward(model, tokens, routed=dataclasses.replace(batch, weights=own)).logits
+        for own in (weights, weights.astype(jnp.float32))
+    )
+    np.testing.assert_allclose(short, wide, atol=1e-2)
+
+
+def test_hash_routed_layers_may_name_an_expert_twice(parts):
+    tokens, model = random_tokens(1, 4, seed=18), nnx.merge(*parts)
+    ids = drifted_ids(tokens).copy()
+    ids[0, 1, 0] = 3
+    layer = model.config.capture_spec.layer_ids[0]
+    with pytest.raises(RoutingAlignmentError, match=f"hidden layer {layer}: experts .* once at most"):
+        forward(model, tokens, routed=routed_batch(ids))
+    out = forward(model, tokens, routed=routed_batch(ids), repeats_in_layers=[layer], return_routed=True)
+    assert np.isfinite(out.logits).all() and np.asarray(out.ids)[0, 1, 0].tolist() == [3] * TOP_K
 
 
 @pytest.mark.parametrize("side", ["left", "right", "both"])

@@ -180,15 +180,15 @@ def pad_to_tokens(record: RoutedExperts, dtype: type[np.signedinteger]) -> Int[n
 # --- array to record
 
 
-def to_int_array(payload: Any, layout: str) -> Int[np.ndarray, "..."]:
-    """An array of integers from an array or nested lists."""
+def to_int_array(payload: Any, layout: str, row: tuple[int, ...] = ()) -> Int[np.ndarray, "..."]:
+    """An array of integers from an array or nested lists; no rows as `[]` have the shape of `row`."""
     try:
         array = np.asarray(payload)
     except ValueError as cause:
         raise RoutingFormatError(f"{layout}: the payload is no array ({cause})") from cause
     if array.size and array.dtype.kind not in "iu":
         refuse(layout, f"rows are {array.dtype}{list(array.shape)}", "integers")
-    return array
+    return np.zeros((0, *row), np.int64) if array.shape == (0,) and row else array
 
 
 def to_mask(payload: Any, layout: str) -> Bool[np.ndarray, "..."]:
@@ -205,7 +205,9 @@ def to_record(
     """A record of S - 1 - start or S - start rows. `columns`: the layers that the array has; dense ones are dropped,
     regardless of their values. With `strict`, a row that is no choice of K experts raises. Version spans are cut to
     the rows."""
-    rows, spec = to_int_array(payload, layout), info.spec
+    spec = info.spec
+    width = spec.num_moe_layers if columns == "moe" else spec.num_hidden_layers
+    rows = to_int_array(payload, layout, (width, spec.top_k))
     widths = {"all": (spec.num_hidden_layers,), "moe": (spec.num_moe_layers,)}.get(
         columns, (spec.num_hidden_layers, spec.num_moe_layers)
     )

@@ -23,6 +23,7 @@ from routed_experts.core.errors import RoutingFormatError
 from routed_experts.core.record_validation import VersionSpans, check_id_range
 from routed_experts.core.routed_experts import CombineWeights, RoutedExperts
 from routed_experts.core.weight_version import MAX_LABEL_CHARS
+from routed_experts.formats.packed import NARROWED
 
 SCHEMA = "routed_experts/1"
 ORDER = "score_desc"
@@ -87,10 +88,11 @@ class RoutedExpertsMetadata:
                 f"include_last is {self.include_last}; expected {has_last} for {num_rows} rows from token {self.start} "
                 f"on of {self.num_tokens} tokens"
             )
-        if self.dtype != payload_dtype(self.format, self.num_experts):
+        dtype = payload_dtype(self.format, self.num_experts)
+        if self.dtype != dtype and not (self.format == "packed" and self.dtype in NARROWED):
             raise RoutingFormatError(
-                f"dtype is {self.dtype!r}; expected {payload_dtype(self.format, self.num_experts)!r} for the format "
-                f"{self.format!r} and {self.num_experts} experts"
+                f"dtype is {self.dtype!r}; expected {dtype!r} for the format {self.format!r} and {self.num_experts} "
+                "experts"
             )
         if (self.valid is None) != (self.missing_rows == 0):
             raise RoutingFormatError(
@@ -202,16 +204,16 @@ def to_metadata(
         format=payload_format,
         layers=layers,
         dtype=payload_dtype(payload_format, record.num_experts),
-        shape=(record.num_rows, num_columns, record.top_k),
+        shape=(record.num_rows, int(num_columns), int(record.top_k)),
         start=int(record.start),
         num_tokens=int(record.num_tokens),
         num_prompt_tokens=int(record.num_prompt_tokens),
         prompt_rows=prompt_rows(int(record.start), record.num_rows, int(record.num_prompt_tokens)),
         include_last=_has_last(record.start, record.num_rows, record.num_tokens),
-        num_hidden_layers=record.num_hidden_layers,
-        moe_layer_ids=record.layer_ids,
-        num_experts=record.num_experts,
-        top_k=record.top_k,
+        num_hidden_layers=int(record.num_hidden_layers),
+        moe_layer_ids=tuple(map(int, record.layer_ids)),
+        num_experts=int(record.num_experts),
+        top_k=int(record.top_k),
         dense_fill=None if layers == "moe" else 0 if payload_format in ("npy", "packed") else -1,
         exact=record.exact,
         placement=record.placement,

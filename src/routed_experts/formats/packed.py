@@ -16,6 +16,7 @@ from routed_experts.core.errors import RoutingFormatError
 from routed_experts.formats.base64_text import decode_base64
 
 _DTYPES = ("uint8", "uint16", "int16", "int32")  # uint16: prime-rl; int16, int32: SkyRL
+NARROWED = ("uint8", "int16", "int32")  # what `narrow` chooses from
 
 
 def encode(ids: Int[np.ndarray, "R columns K"], *, start: int) -> dict[str, object]:
@@ -25,7 +26,7 @@ def encode(ids: Int[np.ndarray, "R columns K"], *, start: int) -> dict[str, obje
     return {
         "data": pybase64.b64encode_as_string(little_endian.data),
         "shape": list(ids.shape),
-        "start": start,
+        "start": int(start),
         "dtype": ids.dtype.name,
     }
 
@@ -59,5 +60,5 @@ def narrow(ids: Int[np.ndarray, "R columns K"]) -> Int[np.ndarray, "R columns K"
     """The ids in the dtype that SkyRL's reader takes: the first of uint8, int16 and int32 that holds the largest id of
     this array, whatever the number of experts is."""
     largest = int(ids.max(initial=0))
-    kind = next(kind for kind in (np.uint8, np.int16, np.int32) if largest <= np.iinfo(kind).max)
+    kind = next(kind for kind in NARROWED if largest <= np.iinfo(kind).max)
     return ids.astype(kind, copy=False)

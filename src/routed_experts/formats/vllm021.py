@@ -33,7 +33,8 @@ def decode(payload: tuple[Int[Any, "P M K"], Int[Any, "G M K"]], info: SequenceI
     nothing was generated, the prompt may have one less. A row of -1 is not known."""
     if not isinstance(payload, tuple | list) or len(payload) != 2:
         refuse("vllm021", short_repr(payload), "the pair (prompt, generated)")
-    prompt, generated = (to_int_array(rows, "vllm021") for rows in payload)
+    row = (info.spec.num_moe_layers, info.spec.top_k)
+    prompt, generated = (to_int_array(rows, "vllm021", row) for rows in payload)
     num_rows = sum(len(rows) for rows in (prompt, generated) if rows.ndim)
     expected = min(max(info.num_prompt_tokens - info.start, 0), num_rows)  # where all is prompt, its last row may lack
     if prompt.shape[:1] != (expected,) or prompt.shape[1:] != generated.shape[1:]:

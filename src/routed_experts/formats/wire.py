@@ -83,7 +83,7 @@ def encode_meta_info(
 ) -> dict[str, object]:
     """Return the keys of encode_routed_experts plus the echo of `start` that readers of meta_info look for."""
     return {
-        START_KEY: record.start,
+        START_KEY: int(record.start),
         **encode_routed_experts(record, payload_format=payload_format, layers=layers, aborted=aborted),
     }
 

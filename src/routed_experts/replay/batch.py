@@ -3,6 +3,7 @@
 Dims: B sequences, S positions of a row, M MoE layers, K experts per token."""
 
 import dataclasses
+from collections.abc import Collection
 
 import jax
 import numpy as np
@@ -25,9 +26,9 @@ class RoutedBatch:
     pad: Bool[Array, "B S"]
     weights: Float32[Array, "B S M K"] | None = None
 
-    def check(self, spec: CaptureSpec) -> None:
+    def check(self, spec: CaptureSpec, *, repeats_in_layers: Collection[int] = ()) -> None:
         """Raise RoutingAlignmentError naming the first position that is both valid and pad, or the first valid row with
-        an id that is no expert of this model, or with one expert twice.
+        an id that is no expert of this model, or with one expert twice, but in the hidden layers `repeats_in_layers`.
 
         `forward` calls it outside jit; under jit, where it cannot, an id that is no expert gives logits that are NaN.
         `align` gives checked batches."""
@@ -51,6 +52,7 @@ class RoutedBatch:
             )
         in_order = np.sort(ids, axis=-1)
         repeats = (in_order[..., 1:] == in_order[..., :-1]).any(-1) & valid[..., None]
+        repeats &= ~np.isin(spec.layer_ids, tuple(repeats_in_layers))
         if repeats.any():
             row, column, layer = np.argwhere(repeats)[0]
             raise RoutingAlignmentError(

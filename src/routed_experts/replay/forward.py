@@ -5,6 +5,7 @@ row is valid: one graph for both, so that a compiler fuses and rounds them alike
 sequence, M MoE layers, K experts per token, V vocabulary."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from routed_experts.layers.recurrent import RecurrentInputs
 from routed_experts.models.base.interface import Decoder, SequenceOps, TokenRouting
 from routed_experts.replay.balance import BALANCE_ON, BalanceOn, RouterBalance
 from routed_experts.replay.batch import RoutedBatch
+from routed_experts.replay.check import layers_with_repeats
 from routed_experts.replay.recorder import BalanceRecorder, RoutingRecorder
 
 _OF_PADDING = np.iinfo(np.int32).min  # the segment of places without a token
@@ -54,6 +56,7 @@ def forward(
     balance_on: BalanceOn | None = None,
     backend: MoeBackend = MOE_BACKENDS["grouped"],
     remat: bool = False,
+    repeats_in_layers: Iterable[int] = (),
 ) -> ForwardOutput:
     """Score whole sequences causally. `routed=None` is another trace of the same graph; new ids or a new `valid` never
     retrace.
@@ -62,6 +65,7 @@ def forward(
     default counted from the first token of each segment behind its padding. `remat` computes layers again in the
     backward pass, but never the choice of experts. `balance_on` counts slots and probabilities of the experts by layer
     (`ForwardOutput.balance`), of what was "executed" or of what the live router chose ("native"); padding is left out.
+    `repeats_in_layers`: hidden-layer indices of hash-routed layers, as in `align`.
     Raises, at trace time, InvalidRequestError for tokens, positions or segments that are no integers [B, S], or another
     `balance_on` or `backend`, and RoutingAlignmentError for a `routed` of other shapes than the tokens'; outside jit
     also for tokens and rows out of range."""
@@ -78,13 +82,17 @@ def forward(
     (batch, length), spec, replays = tokens.shape, model.config.capture_spec, routed is not None
     if routed is None and spec is not None:
         routed = _no_valid_rows(batch, length, spec)
-    replay = None if routed is None else _token_routing(routed, tokens.shape, spec, check_ids=replays)
+    repeats = layers_with_repeats(repeats_in_layers)
+    replay = None if routed is None else _token_routing(routed, tokens.shape, spec, repeats, check_ids=replays)
     pad = routed.pad if replays and routed is not None else None
     if _is_readable(tokens) and (pad is None or _is_readable(pad)):
         _check_tokens(tokens, pad, model.config.vocab_size)
+    if pad is not None:  # an embedding of another id would be NaN, and so would gradients
+        tokens = jnp.where(pad, 0, tokens)
     segments = segment_ids
     if routed is not None:  # padding, which may be on either side, is a segment of its own
-        segments = jnp.where(routed.pad, _OF_PADDING, 0 if segment_ids is None else segment_ids)
+        own = 0 if segment_ids is None else jnp.asarray(segment_ids).astype(jnp.int32)  # fewer bits have no _OF_PADDING
+        segments = jnp.where(routed.pad, _OF_PADDING, own)
     token_positions = _default_positions(batch, length, segments) if positions is None else positions
 
     def attend(
@@ -179,7 +187,12 @@ def _no_valid_rows(batch: int, length: int, spec: CaptureSpec) -> RoutedBatch:
 
 
 def _token_routing(
-    routed: RoutedBatch, shape: tuple[int, ...], spec: CaptureSpec | None, *, check_ids: bool
+    routed: RoutedBatch,
+    shape: tuple[int, ...],
+    spec: CaptureSpec | None,
+    repeats_in_layers: tuple[int, ...],
+    *,
+    check_ids: bool,
 ) -> TokenRouting:
     """Flatten the batch to tokens. Raises RoutingAlignmentError for shapes other than the tokens' and the model's, and
     for ids that are no experts where they can be read: outside jit."""
@@ -188,21 +201,21 @@ def _token_routing(
     if not isinstance(routed, RoutedBatch):
         raise RoutingAlignmentError(f"routed is {type(routed).__name__}; give a RoutedBatch, as align returns it")
     rows = (*shape, spec.num_moe_layers, spec.top_k)
-    for name, array, expected, kinds in (
-        ("ids", routed.ids, rows, "iu"),
-        ("valid", routed.valid, shape, "b"),
-        ("pad", routed.pad, shape, "b"),
-        ("weights", routed.weights, rows, "f"),
+    for name, array, expected, kind in (
+        ("ids", routed.ids, rows, np.integer),
+        ("valid", routed.valid, shape, np.bool_),
+        ("pad", routed.pad, shape, np.bool_),
+        ("weights", routed.weights, rows, np.floating),
     ):
-        if array is not None and (array.shape != expected or np.dtype(array.dtype).kind not in kinds):
-            word = {"iu": "integers", "b": "booleans", "f": "floats"}[kinds]
+        if array is not None and (array.shape != expected or not jnp.issubdtype(array.dtype, kind)):
+            word = {np.integer: "integers", np.bool_: "booleans", np.floating: "floats"}[kind]
             received = f"{array.dtype}{list(array.shape)}"
             raise RoutingAlignmentError(
                 f"routed.{name} is {received}; expected {word} {list(expected)}: [B, S] of tokens and [M, K] of this "
                 "model"
             )
     if check_ids and all(map(_is_readable, (routed.ids, routed.valid, routed.pad))):
-        routed.check(spec)
+        routed.check(spec, repeats_in_layers=repeats_in_layers)
     weights = None if routed.weights is None else routed.weights.reshape(-1, *rows[2:])
     return TokenRouting(routed.ids.reshape(-1, *rows[2:]), routed.valid.reshape(-1), weights)
 

@@ -23,6 +23,7 @@ from routed_experts.scheduling.scheduler import Scheduler
 
 _STEPS = 12  # decode steps of one sample
 _CONTEXT = 64  # tokens of a prompt before its decode steps, where they fit one step
+_LEAST_CONTEXT = 3  # a prompt of one token, and two more, between which is a step
 
 
 def candidates(current: Sequence[int], *, least: int) -> tuple[int, ...]:
@@ -36,9 +37,12 @@ def measure_step_costs(components: EngineComponents, args: ServerArgs, *, rounds
     `components` was built with and every size that is one of them, in seconds; medians over `rounds` interleaved
     samples of each pair. A decode step is the time between two of them, the next in flight; an extend step goes from
     its scheduling to its tokens on the host. `args` built the components, with no limit below their sizes. Raises
-    ConfigError in deterministic mode, which has one size."""
+    ConfigError in deterministic mode, which has one size, and for a context that has no decode step."""
     if args.deterministic:
         raise ConfigError("deterministic=True runs every step in one size, so there is none to choose; leave it out")
+    if components.context_length < _LEAST_CONTEXT:
+        text = f"context_length={components.context_length} has no decode step between two tokens"
+        raise ConfigError(f"{text}; give at least {_LEAST_CONTEXT}")
     measured = (
         (components.buckets.decode, _DecodeSteps(components, args)),
         (tuple(size for size in components.buckets.extend if size > 1), _ExtendSteps(components, args)),
