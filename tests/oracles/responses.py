@@ -190,6 +190,11 @@ def tagged_value(text, at, end_marker, schema, has_lines):
     return "", len(text), False
 
 
+def is_cut(text, at, *markers):
+    """Whether the text ends at `at`, or with the beginning of a marker."""
+    return any(marker.startswith(text[at:]) for marker in markers)
+
+
 def parse_xml(text, tools):
     pieces, at, ends = Pieces(), 0, ()
     while match := re.compile("|".join(map(re.escape, ("<tool_call>", "<function=", *ends)))).search(text, at):
@@ -217,13 +222,13 @@ def parse_xml(text, tools):
                 at, closing, ends = at + len("</function>"), "}", ("</tool_call>",)
                 break
             if not text.startswith("<parameter=", at):
-                closing = "" if at == len(text) else "}"
+                at, closing = (len(text), "") if is_cut(text, at, "<parameter=", "</function>") else (at, "}")
                 break
             start, at = at, at + len("<parameter=")
             key = re.compile(rf"({NAME})>").match(text, at)
             if not key or not key[1].strip():
                 at = re.compile(r'[^\n<>{}"]{0,256}').match(text, at).end()
-                closing, rest = ("" if at == len(text) else "}"), text[start:at]
+                closing, rest = ("", "") if at == len(text) else ("}", text[start:at])
                 break
             at, label = key.end(), key[1].strip()
             value, at, is_whole = tagged_value(text, at, "</parameter>", property_schema(tools, name, label), True)
@@ -262,7 +267,7 @@ def parse_glm(text, tools):
                 at, closing, closes = at + len("</tool_call>"), "}", False
                 break
             if not text.startswith("<arg_key>", at):
-                closing = "" if at == len(text) else "}"
+                at, closing = (len(text), "") if is_cut(text, at, "<arg_key>", "</tool_call>") else (at, "}")
                 break
             key = re.compile(r"<arg_key>(.*?)</arg_key>\s*", re.DOTALL).match(text, at)
             if not key:
@@ -270,7 +275,7 @@ def parse_glm(text, tools):
                 break
             at, label = key.end(), key[1].strip()
             if not text.startswith("<arg_value>", at):
-                closing = "" if at == len(text) else "}"
+                at, closing = (len(text), "") if is_cut(text, at, "<arg_value>") else (at, "}")
                 break
             at += len("<arg_value>")
             value, at, is_whole = tagged_value(text, at, "</arg_value>", property_schema(tools, name, label), False)

@@ -323,6 +323,34 @@ def test_calls_as_the_model_cards_write_them(kind):
     assert [json.loads(arguments) for _, arguments in response.calls] == [{"a": "}{"}, {}]
 
 
+@pytest.mark.parametrize(
+    ("kind", "head", "rest"),
+    [
+        (
+            "xml",
+            "<tool_call>\n<function=now>",
+            "\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>",
+        ),
+        (
+            "glm",
+            "<tool_call>now\n<arg_key>",
+            "a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+        ),
+    ],
+)
+def test_a_call_that_is_cut_at_any_place_has_the_arguments_so_far_and_no_content(kind, head, rest):
+    whole, seen = '{"a": 1, "b": 2}', []
+    for cut in range(len(rest) + 1):
+        text = head + rest[:cut]
+        for pieces in ([text], list(text)):
+            response = read(create_parser(ResponseFormat(tool_calls=kind), prompt="", tools=TOOLS), pieces)
+            ((name, arguments),) = response.calls
+            assert (response.content, name) == ("", "now"), text
+            seen += [arguments] if arguments not in seen else []
+            assert (arguments == whole) == (cut == len(rest)), text
+    assert seen == ["", '{"a": ', '{"a": 1', '{"a": 1, "b": ', '{"a": 1, "b": 2', whole]
+
+
 def test_arguments_are_passed_on_before_they_are_complete():
     for kind, head in (
         ("json", '<tool_call>{"name": "write_file", "arguments": {"text": "'),
