@@ -364,7 +364,7 @@ def parse_think(text, tools, calls, *, is_open):
     return response
 
 
-def parse_harmony(text, *, prompt="", with_calls=True):
+def parse_harmony(text, *, prompt="", with_calls=True, with_reasoning=True):
     """Messages of GPT-OSS."""
     tail = prompt.rpartition("<|start|>")[2] if "<|start|>" in prompt else None
     if tail is not None and not re.search(r"<\|(end|call|return)\|>", tail):
@@ -388,7 +388,7 @@ def parse_harmony(text, *, prompt="", with_calls=True):
         channels = re.findall(r"<\|channel\|>\s*([^\s<]+)", header)
         if recipient and with_calls:
             calls.append([recipient[1].removeprefix("functions."), body.lstrip() or "{}"])
-        elif not recipient and channels[-1:] == ["analysis"]:
+        elif not recipient and channels[-1:] == ["analysis"] and with_reasoning:
             reasoning.append(body)
         else:
             content.append(body)

@@ -225,8 +225,9 @@ def test_reasoning_of_any_split_is_what_the_oracle_reads(calls):
 
 
 @pytest.mark.parametrize("with_calls", [True, False])
-def test_messages_of_harmony_of_any_split_are_what_the_oracle_reads(with_calls):
-    rng = random.Random(f"harmony {with_calls}")
+@pytest.mark.parametrize("with_reasoning", [True, False])
+def test_messages_of_harmony_of_any_split_are_what_the_oracle_reads(with_calls, with_reasoning):
+    rng = random.Random(f"harmony {with_calls} {with_reasoning}")
     headers = (
         "<|channel|>analysis<|message|>",
         "<|channel|>final<|message|>",
@@ -258,15 +259,13 @@ def test_messages_of_harmony_of_any_split_are_what_the_oracle_reads(with_calls):
         )
         text = text.removeprefix("<|start|>assistant") if prompt.endswith(("assistant", "So ")) else text
         text = text[: rng.randrange(len(text) + 1)] if rng.random() < 0.2 else text
-        expected = oracle.parse_harmony(text, prompt=prompt, with_calls=with_calls)
-        parser = create_parser(
-            ResponseFormat(tool_calls="harmony", reasoning="harmony"),
-            prompt=prompt,
-            tools=TOOLS if with_calls else None,
-        )
+        expected = oracle.parse_harmony(text, prompt=prompt, with_calls=with_calls, with_reasoning=with_reasoning)
+        harmony = ResponseFormat(tool_calls="harmony", reasoning="harmony" if with_reasoning else None)
+        parser = create_parser(harmony, prompt=prompt, tools=TOOLS if with_calls else None)
         assert read(parser, split(text, rng)) == expected, (prompt, text)
         kinds = [kinds[0] + bool(expected.reasoning), kinds[1] + bool(expected.content), kinds[2] + len(expected.calls)]
-    assert min(kinds[:2]) > NUM_SPLITS / 10 and (kinds[2] > NUM_SPLITS / 4) == with_calls, kinds
+    assert kinds[1] > NUM_SPLITS / 10 and (kinds[2] > NUM_SPLITS / 4) == with_calls, kinds
+    assert (kinds[0] > NUM_SPLITS / 10) == with_reasoning, kinds
 
 
 EXAMPLES = {
@@ -375,6 +374,16 @@ def test_without_parsers_there_is_none_and_text_keeps_its_markers():
     assert create_parser(ResponseFormat(tool_calls="json"), prompt="", tools=None) is None
     parser = create_parser(ResponseFormat(tool_calls="json", reasoning="think"), prompt="", tools=None)
     assert read(parser, ["<think>a</think> ", EXAMPLES["json"]]) == oracle.Response("a", EXAMPLES["json"])
+
+
+@pytest.mark.parametrize("calls", ["harmony", None])
+def test_headers_of_harmony_are_no_content_where_nothing_is_separated(calls):
+    headless = ResponseFormat(tool_calls=calls, reasoning="harmony").without_reasoning()
+    assert headless.reasoning is None and headless.markers == ResponseFormat(reasoning="harmony").markers
+    parser = create_parser(headless, prompt="<|start|>assistant", tools=None)
+    assert read(parser, list(EXAMPLES["harmony"])) == oracle.Response("", 'Hm.\nSure.\n{"a": "}{"}\n{}')
+    other = ResponseFormat(tool_calls="json", reasoning="think").without_reasoning()
+    assert other == ResponseFormat(tool_calls="json") and create_parser(other, prompt="", tools=None) is None
 
 
 def test_forced_reasoning_needs_no_marker_to_begin():
