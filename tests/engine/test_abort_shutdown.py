@@ -150,6 +150,30 @@ def test_a_request_aborted_before_its_first_token_has_no_rows(engine):
     assert alone.num_rows == tokens.size - 1 and not alone.known.any()
 
 
+def test_the_prompt_of_an_output_is_that_of_the_first_choice_with_a_token(engine):
+    sampling = GREEDY | {"max_tokens": 4, "n": 2, "prompt_logprobs": 1}
+    request = GenerateReqInput(input_ids=LONG_PROMPT, sampling_params=sampling, return_routed_experts=True)
+    requests = engine.input_processor.process(request)
+    whole, call = engine.new_call(requests), engine.new_call(requests)
+    list(whole.outputs())
+    engine.pause(mode="in_place")
+    try:
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            read = pool.submit(lambda: list(call.outputs()))
+            while on_engine_thread(engine, lambda core: core.request_table.num_live) < 2:
+                assert not read.done(), read.result()
+            assert engine.abort(requests[0].rid) == 1
+            engine.resume()
+            read.result(30)
+    finally:
+        engine.resume()
+    output, expected = request_output(call.sequences, None), request_output(whole.sequences, None)
+    assert [choice.finish_reason for choice in output.outputs] == ["abort", "length"]
+    assert output.prompt_routed_experts.shape[0] == len(LONG_PROMPT)
+    assert np.array_equal(output.prompt_routed_experts, expected.prompt_routed_experts)
+    assert output.prompt_logprobs == expected.prompt_logprobs is not None
+
+
 def test_an_aborted_prefix_serves_the_next_request(engine):
     engine.flush_cache()
     kwargs = {"input_ids": LONG_PROMPT, "sampling_params": LONG}

@@ -190,6 +190,11 @@ def tagged_value(text, at, end_marker, schema, has_lines):
     return "", len(text), False
 
 
+def is_cut(text, at, *markers):
+    """Whether the text ends at `at`, or with the beginning of a marker."""
+    return any(marker.startswith(text[at:]) for marker in markers)
+
+
 def parse_xml(text, tools):
     pieces, at, ends = Pieces(), 0, ()
     while match := re.compile("|".join(map(re.escape, ("<tool_call>", "<function=", *ends)))).search(text, at):
@@ -217,13 +222,13 @@ def parse_xml(text, tools):
                 at, closing, ends = at + len("</function>"), "}", ("</tool_call>",)
                 break
             if not text.startswith("<parameter=", at):
-                closing = "" if at == len(text) else "}"
+                at, closing = (len(text), "") if is_cut(text, at, "<parameter=", "</function>") else (at, "}")
                 break
             start, at = at, at + len("<parameter=")
             key = re.compile(rf"({NAME})>").match(text, at)
             if not key or not key[1].strip():
                 at = re.compile(r'[^\n<>{}"]{0,256}').match(text, at).end()
-                closing, rest = ("" if at == len(text) else "}"), text[start:at]
+                closing, rest = ("", "") if at == len(text) else ("}", text[start:at])
                 break
             at, label = key.end(), key[1].strip()
             value, at, is_whole = tagged_value(text, at, "</parameter>", property_schema(tools, name, label), True)
@@ -262,7 +267,7 @@ def parse_glm(text, tools):
                 at, closing, closes = at + len("</tool_call>"), "}", False
                 break
             if not text.startswith("<arg_key>", at):
-                closing = "" if at == len(text) else "}"
+                at, closing = (len(text), "") if is_cut(text, at, "<arg_key>", "</tool_call>") else (at, "}")
                 break
             key = re.compile(r"<arg_key>(.*?)</arg_key>\s*", re.DOTALL).match(text, at)
             if not key:
@@ -270,7 +275,7 @@ def parse_glm(text, tools):
                 break
             at, label = key.end(), key[1].strip()
             if not text.startswith("<arg_value>", at):
-                closing = "" if at == len(text) else "}"
+                at, closing = (len(text), "") if is_cut(text, at, "<arg_value>") else (at, "}")
                 break
             at += len("<arg_value>")
             value, at, is_whole = tagged_value(text, at, "</arg_value>", property_schema(tools, name, label), False)
@@ -359,7 +364,7 @@ def parse_think(text, tools, calls, *, is_open):
     return response
 
 
-def parse_harmony(text, *, prompt="", with_calls=True):
+def parse_harmony(text, *, prompt="", with_calls=True, with_reasoning=True):
     """Messages of GPT-OSS."""
     tail = prompt.rpartition("<|start|>")[2] if "<|start|>" in prompt else None
     if tail is not None and not re.search(r"<\|(end|call|return)\|>", tail):
@@ -383,7 +388,7 @@ def parse_harmony(text, *, prompt="", with_calls=True):
         channels = re.findall(r"<\|channel\|>\s*([^\s<]+)", header)
         if recipient and with_calls:
             calls.append([recipient[1].removeprefix("functions."), body.lstrip() or "{}"])
-        elif not recipient and channels[-1:] == ["analysis"]:
+        elif not recipient and channels[-1:] == ["analysis"] and with_reasoning:
             reasoning.append(body)
         else:
             content.append(body)

@@ -225,8 +225,9 @@ def test_reasoning_of_any_split_is_what_the_oracle_reads(calls):
 
 
 @pytest.mark.parametrize("with_calls", [True, False])
-def test_messages_of_harmony_of_any_split_are_what_the_oracle_reads(with_calls):
-    rng = random.Random(f"harmony {with_calls}")
+@pytest.mark.parametrize("with_reasoning", [True, False])
+def test_messages_of_harmony_of_any_split_are_what_the_oracle_reads(with_calls, with_reasoning):
+    rng = random.Random(f"harmony {with_calls} {with_reasoning}")
     headers = (
         "<|channel|>analysis<|message|>",
         "<|channel|>final<|message|>",
@@ -258,15 +259,13 @@ def test_messages_of_harmony_of_any_split_are_what_the_oracle_reads(with_calls):
         )
         text = text.removeprefix("<|start|>assistant") if prompt.endswith(("assistant", "So ")) else text
         text = text[: rng.randrange(len(text) + 1)] if rng.random() < 0.2 else text
-        expected = oracle.parse_harmony(text, prompt=prompt, with_calls=with_calls)
-        parser = create_parser(
-            ResponseFormat(tool_calls="harmony", reasoning="harmony"),
-            prompt=prompt,
-            tools=TOOLS if with_calls else None,
-        )
+        expected = oracle.parse_harmony(text, prompt=prompt, with_calls=with_calls, with_reasoning=with_reasoning)
+        harmony = ResponseFormat(tool_calls="harmony", reasoning="harmony" if with_reasoning else None)
+        parser = create_parser(harmony, prompt=prompt, tools=TOOLS if with_calls else None)
         assert read(parser, split(text, rng)) == expected, (prompt, text)
         kinds = [kinds[0] + bool(expected.reasoning), kinds[1] + bool(expected.content), kinds[2] + len(expected.calls)]
-    assert min(kinds[:2]) > NUM_SPLITS / 10 and (kinds[2] > NUM_SPLITS / 4) == with_calls, kinds
+    assert kinds[1] > NUM_SPLITS / 10 and (kinds[2] > NUM_SPLITS / 4) == with_calls, kinds
+    assert (kinds[0] > NUM_SPLITS / 10) == with_reasoning, kinds
 
 
 EXAMPLES = {
@@ -323,6 +322,34 @@ def test_calls_as_the_model_cards_write_them(kind):
     assert [json.loads(arguments) for _, arguments in response.calls] == [{"a": "}{"}, {}]
 
 
+@pytest.mark.parametrize(
+    ("kind", "head", "rest"),
+    [
+        (
+            "xml",
+            "<tool_call>\n<function=now>",
+            "\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>",
+        ),
+        (
+            "glm",
+            "<tool_call>now\n<arg_key>",
+            "a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+        ),
+    ],
+)
+def test_a_call_that_is_cut_at_any_place_has_the_arguments_so_far_and_no_content(kind, head, rest):
+    whole, seen = '{"a": 1, "b": 2}', []
+    for cut in range(len(rest) + 1):
+        text = head + rest[:cut]
+        for pieces in ([text], list(text)):
+            response = read(create_parser(ResponseFormat(tool_calls=kind), prompt="", tools=TOOLS), pieces)
+            ((name, arguments),) = response.calls
+            assert (response.content, name) == ("", "now"), text
+            seen += [arguments] if arguments not in seen else []
+            assert (arguments == whole) == (cut == len(rest)), text
+    assert seen == ["", '{"a": ', '{"a": 1', '{"a": 1, "b": ', '{"a": 1, "b": 2', whole]
+
+
 def test_arguments_are_passed_on_before_they_are_complete():
     for kind, head in (
         ("json", '<tool_call>{"name": "write_file", "arguments": {"text": "'),
@@ -347,6 +374,16 @@ def test_without_parsers_there_is_none_and_text_keeps_its_markers():
     assert create_parser(ResponseFormat(tool_calls="json"), prompt="", tools=None) is None
     parser = create_parser(ResponseFormat(tool_calls="json", reasoning="think"), prompt="", tools=None)
     assert read(parser, ["<think>a</think> ", EXAMPLES["json"]]) == oracle.Response("a", EXAMPLES["json"])
+
+
+@pytest.mark.parametrize("calls", ["harmony", None])
+def test_headers_of_harmony_are_no_content_where_nothing_is_separated(calls):
+    headless = ResponseFormat(tool_calls=calls, reasoning="harmony").without_reasoning()
+    assert headless.reasoning is None and headless.markers == ResponseFormat(reasoning="harmony").markers
+    parser = create_parser(headless, prompt="<|start|>assistant", tools=None)
+    assert read(parser, list(EXAMPLES["harmony"])) == oracle.Response("", 'Hm.\nSure.\n{"a": "}{"}\n{}')
+    other = ResponseFormat(tool_calls="json", reasoning="think").without_reasoning()
+    assert other == ResponseFormat(tool_calls="json") and create_parser(other, prompt="", tools=None) is None
 
 
 def test_forced_reasoning_needs_no_marker_to_begin():

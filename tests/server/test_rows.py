@@ -1,5 +1,6 @@
 """Rows beyond the usual: that of the last token, and byte ranges of stored rows."""
 
+import concurrent.futures
 import json
 
 import ml_dtypes
@@ -12,6 +13,7 @@ from routed_experts.formats import record_from_npy, record_from_response
 from routed_experts.formats.wire import encode_rows
 from routed_experts.server.limits import MAX_EVENT_PAYLOAD
 from routed_experts.server.routing.response import payload_bytes, split_for_events
+from support.engines import on_engine_thread
 from support.http_server import parse_error, stream
 
 PROMPT = "the router scores every expert"
@@ -76,6 +78,47 @@ def test_an_abort_before_the_first_token_leaves_no_rows(server, engine, path, fo
     else:
         assert meta.get("routed_experts", holder.get("routed_experts")) is None
         assert record_from_response(last) is None
+
+
+@pytest.mark.parametrize("mode", ["full", "stream", "stream of rows"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/inference/v1/generate"])
+def test_the_prompt_is_described_by_the_first_choice_with_a_token(server, engine, path, mode):
+    sampling = {"max_tokens": 5, "temperature": 0, "ignore_eos": True, "n": 2}
+    sampling |= {"prompt_logprobs": 1} if mode == "full" else {}
+    body = {
+        "/v1/completions": {"prompt": PROMPT, **sampling},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": PROMPT}], **sampling},
+        "/inference/v1/generate": {"token_ids": [5, 6, 7, 8], "sampling_params": sampling},
+    }[path]
+    options = {"return_routed_experts": True, "routed_experts_format": "list"}
+    options |= {"routed_experts_stream": True} if mode == "stream of rows" else {}
+
+    def answers(rid):
+        call = {**body, **options, "request_id": rid}
+        return [server.post(path, call).json()] if mode == "full" else stream(server, path, call)
+
+    whole = answers("whole")
+    engine.pause(mode="in_place")
+    try:
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            call = pool.submit(answers, "held")
+            while on_engine_thread(engine, lambda core: core.request_table.num_live) < 2:
+                assert not call.done(), call.result()
+            assert server.post("/abort_request", {"rid": "held-0"}).json()["aborted"] == 1
+            engine.resume()
+            output = call.result(30)
+    finally:
+        engine.resume()
+    choices = [choice for part in output for choice in part["choices"]]
+    assert {choice["index"]: choice["finish_reason"] for choice in choices} == {0: "abort", 1: "length"}
+    (expected,) = (part["prompt_routed_experts"] for part in whole if "prompt_routed_experts" in part)
+    (rows,) = (part["prompt_routed_experts"] for part in output if "prompt_routed_experts" in part)
+    assert rows == expected and rows, "once, and not null before"
+    if mode == "full":
+        record = record_from_response(output[0], 1)
+        assert record == record_from_response(whole[0], 1) and record_from_response(output[0], 0) is None
+        described, same = (part[0]["choices"][1] if path == "/v1/completions" else part[0] for part in (output, whole))
+        assert described["prompt_logprobs"] == same["prompt_logprobs"] and described["prompt_logprobs"]
 
 
 def test_parts_of_a_ref_join_to_the_whole(server):

@@ -10,7 +10,8 @@ Rules of all formats:
 
 * A call starts when its name is known and its arguments begin. Before that, text that turns out to be no call is
   content, its marker included. After that, the arguments end where the text stops to be what the format says, and what
-  follows is content. Text that ends within a call leaves its arguments as they are.
+  follows is content. Text that ends within a call leaves its arguments as they are; where it ends within a marker of
+  XML, the cut marker is no content.
 * Any name is a call, also one that the request does not have.
 * JSON arguments are passed on as they are written. A call without any has `{}`.
 * VALUEs of XML have the types of the tool's schema. One that must be a string is passed on while it arrives; another is
@@ -194,8 +195,10 @@ def _xml_arguments(reader: Reader, writer: DeltaWriter, parameters: object) -> G
         reader.start_record(_PARAMETER)
         key = (yield from reader.read_name(">")) if marker == _PARAMETER else None
         if key is None:
-            if (yield from reader.peek()) or marker == _FUNCTION_END:
-                writer.arguments("{}" if start == "{" else "}")
+            is_cut = marker == _PARAMETER and not (yield from reader.peek())
+            if is_cut or (marker is None and reader.read_cut_marker([_PARAMETER, _FUNCTION_END])):
+                return False
+            writer.arguments("{}" if start == "{" else "}")
             if marker == _PARAMETER:
                 writer.content(reader.record)
             return marker == _FUNCTION_END
@@ -232,13 +235,14 @@ def _glm_arguments(
     reader: Reader, writer: DeltaWriter, parameters: object, marker: str | None
 ) -> Generator[None, None, bool]:
     """Read arguments from `marker` on. Returns whether the end marker of the call is read."""
-    start = "{"
+    start, expected = "{", [_KEY, _CALL_END]
     while marker == _KEY:
         parts = list[str]()
         if (yield from reader.read_until([_KEY_END], parts.append)) is None:
             return False
         yield from reader.skip_whitespace()
         if (yield from reader.read_marker([_VALUE])) is None:
+            marker, expected = None, [_VALUE]
             break
         key = "".join(parts).strip()
         writer.arguments(f'{start}"{escape(key)}": ')
@@ -246,9 +250,10 @@ def _glm_arguments(
         if not (yield from _xml_value(reader, writer, _VALUE_END, property_types(parameters, key), has_lines=False)):
             return False
         yield from reader.skip_whitespace()
-        marker = yield from reader.read_marker([_KEY, _CALL_END])
-    if marker == _CALL_END or (yield from reader.peek()):
-        writer.arguments("{}" if start == "{" else "}")
+        marker = yield from reader.read_marker(expected)
+    if marker is None and reader.read_cut_marker(expected):
+        return False
+    writer.arguments("{}" if start == "{" else "}")
     return marker == _CALL_END
 
 

@@ -82,15 +82,27 @@ _MARKERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseFormat:
     """What the text of a model holds. `tool_calls`: a value of TOOL_CALL_PARSERS; `reasoning`: one of
-    REASONING_PARSERS; None: it is content."""
+    REASONING_PARSERS; None: it is content. `has_headers`: the text has headers of GPT-OSS, also where both are
+    content."""
 
     tool_calls: str | None = None
     reasoning: str | None = None
+    has_headers: bool = False
+
+    @property
+    def is_harmony(self) -> bool:
+        """Whether the text is messages of GPT-OSS, whose headers are never content."""
+        return self.has_headers or HARMONY in (self.tool_calls, self.reasoning)
+
+    def without_reasoning(self) -> "ResponseFormat":
+        """Return the format with reasoning as content."""
+        return ResponseFormat(tool_calls=self.tool_calls, has_headers=self.is_harmony)
 
     @property
     def markers(self) -> frozenset[str]:
         """Texts that a parser must see. A special token among them stays in the text."""
-        markers = {*_MARKERS.get(self.tool_calls or "", ()), *_MARKERS.get(self.reasoning or "", ())}
+        names = (self.tool_calls, self.reasoning, HARMONY if self.is_harmony else None)
+        markers = {marker for name in names if name is not None for marker in _MARKERS.get(name, ())}
         return frozenset(markers | ({THINK, THINK_END} if self.reasoning in ("think", "forced") else set()))
 
 
@@ -144,7 +156,7 @@ def create_parser(
     of the tool, None for a response whose calls are content; `max_calls`: further calls are left out."""
     writer = DeltaWriter(max_calls)
     calls = None if tools is None else response_format.tool_calls
-    if HARMONY in (calls, response_format.reasoning):
+    if response_format.is_harmony:
         kinds = {"with_calls": calls is not None, "with_reasoning": response_format.reasoning is not None}
         return StreamParser(functools.partial(harmony_format.harmony, prompt=prompt, **kinds), writer)
     if calls is None and response_format.reasoning is None:

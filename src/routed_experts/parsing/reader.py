@@ -85,6 +85,15 @@ class Reader:
                 return None
             yield
 
+    def read_cut_marker(self, markers: Sequence[str]) -> bool:
+        """Read the rest of a text that ends within one of `markers` or just before it, where `read_marker` has returned
+        None. Returns whether the text ends so."""
+        rest = self._text[self._position :]
+        if not self._is_closed or not any(marker.startswith(rest) for marker in markers):
+            return False
+        self._position = len(self._text)
+        return True
+
     def read_until(self, markers: Sequence[str], emit: Callable[[str], None]) -> Generator[None, None, str | None]:
         """Read up to the first of `markers`, which is read, too, and returned; None at the end of the text. Text before
         it is emitted as soon as no marker can begin in it."""

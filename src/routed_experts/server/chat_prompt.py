@@ -91,7 +91,7 @@ def build_prompt(
     if structured or tools.must_call:
         response_format = ResponseFormat()
     elif not separate_reasoning:
-        response_format = dataclasses.replace(response_format, reasoning=None)
+        response_format = response_format.without_reasoning()
     continued = None
     if continue_final_message and messages:
         continued = to_text(messages[-1].content, index=len(messages) - 1)

@@ -126,6 +126,12 @@ class GenerationHandler(ABC):
                 self._options.request_id, owner=self._options.owner, choices=choices
             )
 
+    def _prompt_choice(self) -> int:
+        """Return the index of the request whose output has the rows and logprobs of a prompt that all choices share:
+        the first with a token, as an aborted one may have none; 0 where no request has a token."""
+        sequences = self._generation.sequences
+        return next((index for index, sequence in enumerate(sequences) if sequence.num_tokens > 0), 0)
+
     async def _render_rows(self, index: int, render: Callable[[RoutedExperts], _T]) -> list[_T]:
         """Return the rendered rows of a request's last output: one part, or several where streamed rows are large.
 

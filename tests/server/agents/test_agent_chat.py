@@ -338,10 +338,16 @@ def test_a_template_without_a_place_for_tools_refuses_them(tiny_checkpoint, lazy
 
 
 @pytest.fixture(scope="module")
-def harmony(tmp_path_factory, lazy_compilation):
+def harmony_engine(tmp_path_factory, lazy_compilation):
     folder = tmp_path_factory.mktemp("harmony")
     write_scripted_checkpoint(folder, HARMONY_SCRIPTS, HARMONY_TEMPLATE, special=HARMONY_SPECIAL)
-    with open_engine(folder) as engine, running(engine) as server:
+    with open_engine(folder) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def harmony(harmony_engine):
+    with running(harmony_engine) as server:
         yield server
 
 
@@ -370,6 +376,19 @@ def test_markers_that_are_special_tokens_reach_the_parser_and_no_client(harmony)
     assert not any(delta.get("content") for delta in deltas)
     text = chat(harmony, script="<call>")["choices"][0]["message"]
     assert text["content"] == '{"city": "Rome <b>"}' and "tool_calls" not in text, "without tools nothing is a call"
+
+
+@pytest.mark.parametrize("settings", [{}, {"reasoning_parser": "none"}, {"tool_call_parser": "none"}])
+def test_headers_are_no_content_where_reasoning_stays_in_it(harmony_engine, settings):
+    body = {"chat_template_kwargs": {"script": "<call>"}, "temperature": 0, "separate_reasoning": False}
+    if "reasoning_parser" in settings:
+        del body["separate_reasoning"]
+    with running(harmony_engine, **settings) as server:
+        message = chat(server, **body)["choices"][0]["message"]
+        chunks = stream(server, CHAT, {"messages": messages(), **body})
+    streamed = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+    assert message["content"] == streamed == '{"city": "Rome <b>"}'
+    assert message.keys() == {"role", "content", "refusal"}
 
 
 def test_other_special_tokens_stay_out_of_the_content(harmony):

@@ -91,10 +91,10 @@ class RequestOutput:
 
     @functools.cached_property
     def prompt_routed_experts(self) -> Int16[np.ndarray, "P M K"] | None:
-        """Rows of the prompt's tokens from the requested start on; the same for all choices. Raises as routed_experts
-        does."""
-        record = self.outputs[0].record
-        return None if record is None else _as_int16(record.prompt)
+        """Rows of the prompt's tokens from the requested start on, of the first choice that has them: one that was
+        aborted before its first token has none. Raises as routed_experts does."""
+        rows = [output.record.prompt for output in self.outputs if output.record is not None]
+        return None if not rows else _as_int16(next((record for record in rows if record.num_rows), rows[0]))
 
     def to_sglang(self) -> list[dict[str, Any]]:
         """One dict a choice, as `Engine.generate` gives them, without rows and logprobs."""
@@ -117,11 +117,12 @@ class RequestOutput:
 def request_output(sequences: Sequence[SequenceState], prompt: str | None) -> RequestOutput:
     """The choices of one prompt, ended or as far as they are."""
     first = sequences[0]
+    with_prompt = next((sequence for sequence in sequences if sequence.input_logprobs is not None), first)
     return RequestOutput(
         request_id=first.request.call_id,
         prompt=prompt,
         prompt_token_ids=tuple(first.request.input_ids.tolist()),
-        prompt_logprobs=_prompt_logprobs(first),
+        prompt_logprobs=_prompt_logprobs(with_prompt),
         outputs=tuple(_completion(sequence) for sequence in sequences),
         finished=all(sequence.finish_reason is not None for sequence in sequences),
         num_cached_tokens=first.last.cached_tokens,

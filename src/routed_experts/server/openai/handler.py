@@ -314,7 +314,8 @@ class ResponseFormat(Protocol):
         ...
 
     def head(self, choice: ChoiceState, *, stream: bool) -> dict[str, object]:
-        """Return fields of the whole response, from its first choice; a stream has them in its first chunk."""
+        """Return fields of the whole response, from its first choice with a token; a stream has them in its first
+        chunk."""
         ...
 
     def first_chunk(self, choice: ChoiceState) -> dict[str, object] | None:
@@ -375,9 +376,10 @@ class OpenAIHandler(GenerationHandler):
         async for index, output in self._generation.outputs():
             self._observe(index, output)
         bodies: list[dict[str, object]] = []
-        response_fields = self._format.head(self._choices[0], stream=False)
+        prompt_choice = self._prompt_choice()
+        response_fields = self._format.head(self._choices[prompt_choice], stream=False)
         for choice in self._choices:
-            (routing,) = await self._routing(choice, include_prompt_rows=choice.index == 0)
+            (routing,) = await self._routing(choice, include_prompt_rows=choice.index == prompt_choice)
             self._note_rows(choice, routing)
             meta = {"meta_info": choice.meta_info()}  # in rows of form int32, too
             bodies.append({**self._format.full(choice), **self._format.finish(choice), **meta, **routing.choice})
@@ -408,8 +410,9 @@ class OpenAIHandler(GenerationHandler):
         """Return the chunks of one output: its text, rows that are streamed, the finish reason with the last rows."""
         routing: list[ResponseRouting] = []
         if choice.is_finished or (choice.request.routed_experts.stream and delta.token_ids):
-            routing = await self._routing(choice, include_prompt_rows=not self._has_sent_prompt_rows)
-            self._has_sent_prompt_rows = True
+            has_prompt_rows = not self._has_sent_prompt_rows and choice.sequence.num_tokens > 0
+            routing = await self._routing(choice, include_prompt_rows=has_prompt_rows)
+            self._has_sent_prompt_rows |= has_prompt_rows
         last = routing.pop() if choice.is_finished else None
         if last is not None and not choice.request.routed_experts.stream:
             self._note_rows(choice, last)

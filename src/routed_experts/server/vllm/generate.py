@@ -154,8 +154,9 @@ class TokensHandler(GenerationHandler):
             self._observe(index, output)
         choices: list[dict[str, object]] = []
         fields: dict[str, object] = {}
+        prompt_choice = self._prompt_choice()
         for index, sequence in enumerate(self._generation.sequences):
-            (routing,) = await self._routing(index, include_prompt_rows=index == 0)
+            (routing,) = await self._routing(index, include_prompt_rows=index == prompt_choice)
             choices.append(
                 {
                     **self._choice(index, sequence.token_ids, first_logprob=0),
@@ -193,8 +194,9 @@ class TokensHandler(GenerationHandler):
         is_finished = sequence.finish_reason is not None
         parts = [ResponseRouting({}, {})]
         if is_finished or (rows.stream and token_ids):
-            parts = await self._routing(index, include_prompt_rows=not self._has_sent_prompt_rows)
-            self._has_sent_prompt_rows = True
+            has_prompt_rows = not self._has_sent_prompt_rows and sequence.num_tokens > 0
+            parts = await self._routing(index, include_prompt_rows=has_prompt_rows)
+            self._has_sent_prompt_rows |= has_prompt_rows
         elif not token_ids:
             return []
         chunks: list[bytes] = []
@@ -246,8 +248,9 @@ class TokensHandler(GenerationHandler):
 
     def _prompt_logprobs(self) -> list[dict[str, object] | None] | None:
         """Return the logprobs of the prompt's tokens, each with its alternatives by id; the first token has none. None
-        where they are not asked for, and for a request that ended before its first token."""
-        num_top, sequence = self._tokens_options.prompt_logprobs, self._generation.sequences[0]
+        where they are not asked for, and where every choice ended before its first token."""
+        num_top = self._tokens_options.prompt_logprobs
+        sequence = self._generation.sequences[self._prompt_choice()]
         if num_top is None or sequence.input_logprobs is None:
             return None
         pairs = list(zip(sequence.input_logprobs, sequence.input_top_logprobs, strict=True))
