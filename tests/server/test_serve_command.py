@@ -1,6 +1,7 @@
 """`routed-experts serve` as a process: its start, real clients against it, and its ends. The model is the one in the
 package."""
 
+import contextlib
 import gc
 import os
 import re
@@ -30,10 +31,12 @@ from routed_experts.server.state import ServerState
 from support.engines import SMALL
 from support.http_server import parse_error
 from support.lazy_compile import lazy_compilation
+from support.stuck_server import RID, STUCK
 from support.tiny_checkpoint import write_tiny_checkpoint
 from support.xla_options import FAST_FLAGS
 
 SRC = Path(routed_experts.__file__).parents[1]
+TESTS = Path(__file__).parents[1]
 SIZES = ["--precompile-bs-paddings", "4", "--precompile-token-paddings", "64"]
 KEY = "a-key-for-tests"
 READY = re.compile(
@@ -41,14 +44,14 @@ READY = re.compile(
 )
 
 
-def start(*flags, model=None):
-    env = {**os.environ, "PYTHONPATH": str(SRC), "PYTHONUNBUFFERED": "1", "XLA_FLAGS": FAST_FLAGS}
+def start(*flags, model=None, program="routed_experts"):
+    env = {**os.environ, "PYTHONPATH": f"{SRC}{os.pathsep}{TESTS}", "PYTHONUNBUFFERED": "1", "XLA_FLAGS": FAST_FLAGS}
     if jax.config.jax_compilation_cache_dir:
         env["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir
     command = [
         sys.executable,
         "-m",
-        "routed_experts",
+        program,
         "serve",
         str(model or demo_model_path()),
         "--port",
@@ -277,6 +280,62 @@ def test_a_signal_while_the_model_loads_ends_at_once():
     running.send_signal(signal.SIGTERM)
     out, err = running.communicate(timeout=20)
     assert running.returncode == 0 and "Traceback" not in err and out == ""
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.thorough)])
+def test_signals_until_the_process_has_ended_leave_the_exit_code_0(ending):
+    """Many while it leaves: some come when uvicorn has returned, and some when the interpreter ends."""
+    running = start("--load-format", "dummy")
+    assert running.stdout.readline().startswith("ready in "), running.communicate(timeout=20)
+    for _ in range(4_000):
+        running.send_signal(ending)  # without effect once it is a zombie
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            _, err = running.communicate(timeout=0.005)
+            break
+    else:
+        running.kill()
+    assert running.wait(20) == 0 and "Traceback" not in err
+
+
+@contextlib.contextmanager
+def stuck_server(path, body, *flags):
+    """A server with a call of which the device hangs: the process, and the future of the response."""
+    running = start(*flags, program="support.stuck_server")
+    try:
+        url = running.stdout.readline().split()[-1]
+        with httpx.Client(base_url=url, timeout=60, trust_env=False) as http, ThreadPoolExecutor(1) as pool:
+            try:
+                response = pool.submit(http.post, path, json=body)
+                while STUCK not in (line := running.stderr.readline()):
+                    assert line, "the server has ended"
+                yield running, response
+            finally:
+                running.kill()  # ends the response, too
+    finally:
+        running.communicate(timeout=20)
+
+
+@pytest.mark.parametrize(("timeout_s", "num_signals"), [(0.5, 1), (600, 2)])
+def test_a_step_that_never_ends_is_ended_by_the_timeout_or_a_second_signal_with_3(timeout_s, num_signals):
+    flags = ("--shutdown-timeout", str(timeout_s))
+    with stuck_server("/generate", {"text": "a", "rid": RID}, *flags) as (running, response):
+        running.send_signal(signal.SIGTERM)
+        while "draining" not in (line := running.stderr.readline()):
+            assert line, "the server has ended"
+        for _ in range(num_signals - 1):
+            running.send_signal(signal.SIGTERM)
+        _, err = running.communicate(timeout=20)
+        assert running.returncode == EXIT_DEAD and "Traceback" not in err
+        assert "the engine does not end its step; the server ends with code 3" in err
+        assert parse_error(response.result(20), 503)["code"] == "engine_dead"
+
+
+def test_a_score_that_never_ends_does_not_hold_a_drained_process():
+    """It runs on a thread of its own, which the interpreter would wait for."""
+    flags = ("--shutdown-timeout", "0.1")
+    with stuck_server("/v1/score", {"token_ids": [5, 6]}, *flags) as (running, _):
+        running.send_signal(signal.SIGTERM)
+        assert running.communicate(timeout=30) and running.returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,28 @@
 """One server process: bind the port, load the model, serve, drain, exit.
 
 The port is bound first, so that a port in use is found before the model loads; probes are answered while it loads. Exit
-codes: 0 drained, 3 the engine died while serving. Errors before that are raised."""
+codes: 0 drained, 3 the engine died while serving, or did not end its step when the server was to end. Errors before
+that are raised."""
 
 import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import socket
+import sys
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.server import HANDLED_SIGNALS
 
-from routed_experts.core.errors import ConfigError, MachineError, RoutedExpertsError
+from routed_experts.core.errors import ConfigError, EngineDeadError, MachineError, RoutedExpertsError
 from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.server.app import make_app
 from routed_experts.server.http_protocol import LimitedProtocol
@@ -25,6 +30,8 @@ from routed_experts.server.limits import KEEP_ALIVE_S, MAX_UNSENT_BYTES, ServerS
 from routed_experts.server.state import ServerState
 
 FINAL_FLUSH_S = 1.5  # to send the responses of aborted requests
+STEP_GRACE_S = 2.0  # for the step in flight to end, after the shutdown timeout or a second signal
+THREADS_GRACE_S = 5.0  # for the threads of a drained server to end, such as that of a score
 EXIT_DEAD = 3
 logger = logging.getLogger("routed_experts.server")
 
@@ -91,7 +98,10 @@ def freeze_gc() -> None:
 
 class ServerProcess:
     """Runs one server until a signal or the death of its engine. `load` builds the engine, in a thread of its own;
-    `on_ready` is called when it serves."""
+    `on_ready` is called when it serves.
+
+    In the main thread it owns the process: signals after the drain are ignored, and threads that do not end are ended
+    with the process. An engine whose step does not end ends the process from any thread."""
 
     def __init__(
         self,
@@ -110,13 +120,17 @@ class ServerProcess:
         self._shutdown: asyncio.Task[None] | None = None
         self._has_signal = False
         self._load_error: BaseException | None = None
-        self._has_died = False
+        self._has_died = self._is_stuck = False
 
     def run(self) -> int:
         """Serve, and return the exit code. Raises what loading the model raised."""
         asyncio.run(self._run())
         if self._load_error is not None:
             raise self._load_error
+        return self._exit_code
+
+    @property
+    def _exit_code(self) -> int:
         return EXIT_DEAD if self._has_died else 0
 
     def drain(self) -> None:
@@ -130,6 +144,11 @@ class ServerProcess:
         await self._server.serve(sockets=[self._listener])
         if self._shutdown is not None:
             await self._shutdown
+        if self._load_error is None and threading.current_thread() is threading.main_thread():
+            # asyncio and the interpreter wait for threads without limit, and the signals are ignored.
+            timer = threading.Timer(THREADS_GRACE_S, _exit_process, (self._exit_code,))
+            timer.daemon = True
+            timer.start()
 
     def _load_and_join(self, loop: asyncio.AbstractEventLoop) -> None:
         """Build the engine, then wait for its end. A thread of its own."""
@@ -153,7 +172,7 @@ class ServerProcess:
 
     def _on_engine_end(self, cause: BaseException | None) -> None:
         """Exit with EXIT_DEAD after the last responses, unless the engine ended by our own shutdown."""
-        if self._shutdown is not None and cause is None:
+        if self._is_stuck or (self._shutdown is not None and cause is None):
             return
         self._has_died = True
         self._state.set_failed(cause)
@@ -165,7 +184,7 @@ class ServerProcess:
             self._loop.call_soon_threadsafe(self._take_signal)
 
     def _take_signal(self) -> None:
-        """Drain at the first signal; exit at once at the second."""
+        """Drain at the first signal; exit at once at the second: after the step in flight, within STEP_GRACE_S."""
         if self._has_signal:
             self._exit_now.set()
         self._has_signal = True
@@ -180,15 +199,41 @@ class ServerProcess:
 
     async def _drain_and_exit(self) -> None:
         idle, timeout_s = self._middleware.idle, self._state.settings.shutdown_timeout
+        deadline = asyncio.get_running_loop().time() + timeout_s
         await _wait_first(idle.wait(), self._exit_now.wait(), timeout_s=timeout_s)
         with contextlib.suppress(RoutedExpertsError):  # still loading, or already dead: no request runs
             engine = self._state.engine
             if not idle.is_set():
                 engine.flush_submissions()
-                await asyncio.to_thread(engine.engine.abort, abort_all=True)
+                await self._run_or_exit(lambda: engine.engine.abort(abort_all=True), engine, deadline)
                 await _wait_first(idle.wait(), timeout_s=FINAL_FLUSH_S)
+            await self._run_or_exit(engine.engine.thread.stop, engine, deadline)
             await asyncio.to_thread(engine.engine.shutdown)
         self._server.should_exit = True
+
+    async def _run_or_exit(self, call: Callable[[], object], engine: AsyncEngine, deadline: float) -> None:
+        """Run a call that waits for the engine thread. Ends the process where that does not answer within STEP_GRACE_S
+        after the deadline, in the time of the event loop, or after a second signal. Raises what the call raises."""
+        work = asyncio.ensure_future(asyncio.to_thread(call))
+        exit_now = asyncio.ensure_future(self._exit_now.wait())
+        remaining_s = max(deadline - asyncio.get_running_loop().time(), 0)
+        await asyncio.wait((work, exit_now), timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
+        exit_now.cancel()
+        await asyncio.wait((work,), timeout=STEP_GRACE_S)
+        if not work.done():
+            await self._exit_stuck(engine)
+        await work
+
+    async def _exit_stuck(self, engine: AsyncEngine) -> NoReturn:
+        """End what waits for the engine with an error, then the process: its threads may never end."""
+        self._is_stuck = True
+        logger.error("the engine does not end its step; the server ends with code %d", EXIT_DEAD)
+        text = f"the engine has ended: its step did not end within {STEP_GRACE_S:g} s when the server was to end"
+        cause = EngineDeadError(f"{text}; send the request to another server")
+        self._state.set_failed(cause)
+        threading.Thread(target=engine.engine.thread.kill, args=(cause,), name="kill", daemon=True).start()
+        await _wait_first(self._middleware.idle.wait(), timeout_s=FINAL_FLUSH_S)
+        _exit_process(EXIT_DEAD)
 
     async def _flush_and_exit(self) -> None:
         await _wait_first(self._middleware.idle.wait(), timeout_s=FINAL_FLUSH_S)
@@ -196,7 +241,7 @@ class ServerProcess:
 
 
 class _Server(uvicorn.Server):
-    """Passes signals to `on_signal` instead of stopping at once."""
+    """Passes signals to `on_signal` instead of stopping at once, and ignores them after `serve`."""
 
     def __init__(self, config: uvicorn.Config, on_signal: Callable[[], None]) -> None:
         super().__init__(config)
@@ -206,6 +251,27 @@ class _Server(uvicorn.Server):
         """Run as the signal handler of the main thread."""
         logger.info("received %s", signal.Signals(sig).name)
         self._on_signal()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Handle signals in `serve`, if it runs in the main thread. Afterwards they are ignored to the end of the
+        process: with the handlers from before, a signal that comes late would change the exit code."""
+        owns_signals = threading.current_thread() is threading.main_thread()
+        for sig in HANDLED_SIGNALS if owns_signals else ():
+            signal.signal(sig, self.handle_exit)
+        try:
+            yield
+        finally:
+            for sig in HANDLED_SIGNALS if owns_signals else ():
+                signal.signal(sig, signal.SIG_IGN)
+
+
+def _exit_process(code: int) -> NoReturn:
+    """End the process at once. Threads may be blocked, for which a usual exit waits."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # its reader is gone, or it is closed
+            stream.flush()
+    os._exit(code)
 
 
 def _call_on(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
