@@ -552,9 +552,9 @@ GEMM_ALONE = """
 #include "bf16_gemm.h"
 #define PRODUCT(name, Row)                                                                              \\
   extern "C" void name(int64_t rows, int64_t depth, int64_t cols, int64_t group, int shift,             \\
-                       const Row* x, rex::Format format, const uint8_t* codes, bool is_bf16,            \\
+                       const Row* x, rex::Format format, const uint8_t* codes, rex::ScaleDtype dtype,   \\
                        const void* scales, float* out) {                                                \\
-    const rex::Codes w{format, codes, {scales, is_bf16, cols >> shift, shift, 0}, group};               \\
+    const rex::Codes w{format, codes, {scales, dtype, cols >> shift, shift}, group};                    \\
     rex::multiply(rex::RowMatrix<const Row>{x, rows, depth, false}, w, cols, cols, out, cols);          \\
   }
 PRODUCT(in_floats, float)
@@ -590,7 +590,7 @@ def test_processors_that_know_less_have_the_same_products(tmp_path, without, is_
             multiply = getattr(library, name)
             kinds = (
                 ctypes.c_int,
-                *(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_bool),
+                *(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int),
                 *(ctypes.c_void_p,) * 2,
             )
             multiply.argtypes, multiply.restype = (ctypes.c_int64,) * 4 + kinds, None

@@ -34,20 +34,22 @@ constexpr int64_t kPrefetchEvery = 8;  // rows of a panel between two prefetches
 constexpr int64_t kPrefetchColumns = 64;  // of the panels that are prefetched together: memory brings neighbouring lines faster
 constexpr int kPad = kLanes;     // between rows of scratch: rows a power of two apart would share a few lines of the cache
 
+enum class ScaleDtype { kFloat32, kBf16 };
+
 // Scales of a matrix, float32 or bfloat16, from its row `row` and column `col` on, where `first` is the first one of all: a row for each group,
 // in which 2^shift columns share one. Vectors lie within such a span.
 struct ScaleRows {
   const void* first;
-  bool is_bf16;
+  ScaleDtype dtype;
   int64_t ld;
   int shift;
   int64_t col = 0;
   int64_t row = 0;
-  vf at(int64_t group, int64_t c) const { return is_bf16 ? of<bf16>(group, c) : of<float>(group, c); }
+  vf at(int64_t group, int64_t c) const { return dtype == ScaleDtype::kBf16 ? of<bf16>(group, c) : of<float>(group, c); }
   vf at(int64_t group, int64_t c, int count) const {  // part of a vector: no span has one
-    return is_bf16 ? load(row_of<bf16>(group) + col + c, count) : load(row_of<float>(group) + col + c, count);
+    return dtype == ScaleDtype::kBf16 ? load(row_of<bf16>(group) + col + c, count) : load(row_of<float>(group) + col + c, count);
   }
-  ScaleRows below(int64_t rows) const { return {first, is_bf16, ld, shift, col, row + rows}; }
+  ScaleRows below(int64_t rows) const { return {first, dtype, ld, shift, col, row + rows}; }
 
  private:
   template <class T>
@@ -59,7 +61,7 @@ struct ScaleRows {
   }
 };
 inline ScaleRows operator+(const ScaleRows& scales, int64_t cols) {
-  return {scales.first, scales.is_bf16, scales.ld, scales.shift, scales.col + cols, scales.row};
+  return {scales.first, scales.dtype, scales.ld, scales.shift, scales.col + cols, scales.row};
 }
 
 // A matrix of codes W, or some of its columns. `group`: a multiple of 16.

@@ -42,7 +42,8 @@ struct Matrices {
   const T* plain() { return numbers.element_count() == 0 ? nullptr : reinterpret_cast<const T*>(numbers.untyped_data()); }
   Codes codes() {
     const int64_t ld = scales.dimensions()[2];
-    const ScaleRows rows{scales.untyped_data(), scales.element_type() == ffi::BF16, ld, ld == dim(2) ? 0 : kSpanShift};
+    const ScaleDtype dtype = scales.element_type() == ffi::BF16 ? ScaleDtype::kBf16 : ScaleDtype::kFloat32;
+    const ScaleRows rows{scales.untyped_data(), dtype, ld, ld == dim(2) ? 0 : kSpanShift};
     return {format_of(numbers.element_type()), static_cast<const uint8_t*>(numbers.untyped_data()), rows, group};
   }
 };
