@@ -28,7 +28,8 @@ extern "C" bool plain(int64_t rows, int64_t depth, int64_t cols, const bf16* x, 
 }
 extern "C" bool coded(int64_t rows, int64_t depth, int64_t cols, int64_t group, int shift, const bf16* x,
                       Format format, const uint8_t* codes, const float* scales, float* out) {
-  return product(rows, depth, cols, x, Codes{format, codes, {scales, rex::ScaleDtype::kFloat32, cols >> shift, shift}, group}, out);
+  const ScaleRows own{scales, ScaleDtype::kFloat32, cols >> shift, shift};
+  return product(rows, depth, cols, x, Codes{format, codes, own, group}, out);
 }
 extern "C" int64_t padding() { return kPad; }
 """
