@@ -87,12 +87,11 @@ def forward(
     pad = routed.pad if replays and routed is not None else None
     if _is_readable(tokens) and (pad is None or _is_readable(pad)):
         _check_tokens(tokens, pad, model.config.vocab_size)
-    if pad is not None:  # an embedding of another id would be NaN, and so would gradients
-        tokens = jnp.where(pad, 0, tokens)
     segments = segment_ids
     if routed is not None:  # padding, which may be on either side, is a segment of its own
         own = 0 if segment_ids is None else jnp.asarray(segment_ids).astype(jnp.int32)  # fewer bits have no _OF_PADDING
         segments = jnp.where(routed.pad, _OF_PADDING, own)
+        tokens = jnp.where(routed.pad, 0, tokens)  # the embedding of no id is NaN, and so are gradients
     token_positions = _default_positions(batch, length, segments) if positions is None else positions
 
     def attend(
