@@ -1,11 +1,12 @@
-"""The decode step with codes beside the same step with plain weights, random ones of Qwen3-30B-A3B's or GPT-OSS-20b's
-shapes: all matrices of layers in e4m3, or experts alone in 4 bits, as Kimi-K2-Thinking (int4) and GPT-OSS (e2m1) have
-them, or all matrices in 4 bits.
+"""The decode step with codes beside the same step with plain weights, random ones of Qwen3-30B-A3B's, GPT-OSS-20b's or
+OLMoE-1B-7B's shapes: all matrices of layers in e4m3, or experts alone in 4 bits, as Kimi-K2-Thinking (int4) and GPT-OSS
+(e2m1) have them, or all matrices in 4 bits.
 
     python benchmarks/quantized_step.py [--batches 1 16 64 256] [--layers 48] [--new 96] [--rounds 3]
     python benchmarks/quantized_step.py --form int4 [--all-matrices]
     python benchmarks/quantized_step.py --form e2m1 --model gpt-oss-20b
     python benchmarks/quantized_step.py --model benchmark --batches 1 8 --bandwidth 3e10 --prompt 128   # a CPU
+    python benchmarks/quantized_step.py --model olmoe --form int4 --all-matrices --batches 1 --without-off       # too
     python benchmarks/quantized_step.py --small      # does it run
 
 Both engines are in one process, and their runs take turns; capture is on and asked, and of the codes' engine off too.

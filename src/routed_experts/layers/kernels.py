@@ -118,9 +118,9 @@ class FusedSteps:
     (x plus the parts, its norm, the norm's product by the layer's matrix in parts). `route`: as a FusedRouter, with the
     biases of the run. `slots`: (call, shared experts or None, the call's rows scaled or None) -> each slot's expert
     applied to its row, and the shared ones to all rows, and the `slot_rows` of SlotOutputs; the call's `first_expert`
-    is the layer's offset in the run.
-    `add_slots`: (x, outputs, norm) -> (x plus the weighted slots, its norm). `unrolled`: layers in the body of the loop
-    over layers; a loop's counter and the layers' numbers are launches of their own."""
+    is the layer's offset in the run. `add_slots`: (x, outputs, norm) -> (x plus the weighted slots, its norm).
+    `unrolled`: layers in the body of the loop over layers; a loop's counter and the layers' numbers are launches of
+    their own."""
 
     max_tokens: int
     normed_rows: Callable[[Float[Array, "N D"], Weight | None], NormedRows]
