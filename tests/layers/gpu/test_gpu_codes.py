@@ -20,7 +20,8 @@ from routed_experts.layers.gpu.backends import gpu_kernels
 from routed_experts.layers.gpu.linear import LinearTile, choose_codes_tile, linear_in_place, partial_sums
 from routed_experts.layers.gpu.moe import (
     CODE_TILES,
-    PACKED_TILES,
+    E2M1_TILES,
+    INT4_TILES,
     MoeTiles,
     Tile,
     choose_tiles,
@@ -64,12 +65,14 @@ def random_weight(key, stack, inputs, outputs, group, *, span=1, real=None) -> Q
 
 def random_halves(key, stack, inputs, outputs, group, *, form, run, real=None) -> QuantizedWeight:
     """The same with codes of 4 bits, whose bits are all numbers: only scales of other matrices are NaN. Scales are
-    bfloat16, as in checkpoints."""
+    bfloat16, as in checkpoints, and of e2m1 powers of two."""
     codes_key, scales_key = jax.random.split(key)
     codes = jax.random.bits(codes_key, (stack, outputs, inputs // 2), jnp.uint8)
     codes = lax.bitcast_convert_type(codes, jnp.int8) if form == "int4" else codes
     shape = (stack, -(-inputs // group), outputs)
     scales = jax.random.uniform(scales_key, shape, F32, 0.5, 1.5) / (4 * math.sqrt(inputs))
+    if form == "e2m1":
+        scales = jnp.exp2(jnp.floor(jnp.log2(scales)))
     if real is not None:
         scales = jnp.where(jnp.zeros((stack, 1, 1), bool).at[real].set(True), scales, jnp.nan)
     scales = scales.astype(HALF)
@@ -175,6 +178,8 @@ HALVES = {
     "group 64, scaled inside": (9, 384, 40, 64, 64, INSIDE),
     "group 32, scaled inside, parts": (19, 256, 40, 32, 32, dataclasses.replace(INSIDE, rows=8, splits=4)),
     "steps shorter than a pair": (3, 256, 32, 128, 64, dataclasses.replace(SCALED, inner=32)),
+    "group 32, steps of three pairs, plain rows": (9, 576, 40, 32, 32, dataclasses.replace(SMALL, inner=256)),
+    "group 128, pairs of one scale, plain rows": (9, 576, 33, 128, 32, SMALL),
     "one row, one step, its end missing": (1, 320, 50, 32, 32, dataclasses.replace(FEW, inner=512)),
     "one row, group 128": (1, 256, 50, 128, 64, FEW),
     "four of seven rows, parts": (7, 384, 40, 64, 32, dataclasses.replace(FEW, rows=4, inner=64, splits=2)),
@@ -666,10 +671,11 @@ ON_GPU = {
 }
 ONE_WHOLE_ROW = Tile(rows=1, out=8, inner=2048, warps=8, stages=1)
 EVERY_TILE = [
-    choose_tiles(1, 128, 2048, 768, MatrixKind.CODES),
-    choose_tiles(1, 128, 2048, 768, MatrixKind.PACKED_CODES),
+    choose_tiles(1, 128, 2048, 768, MatrixKind.E4M3),
+    choose_tiles(1, 128, 2048, 768, MatrixKind.INT4),
     *CODE_TILES,
-    *PACKED_TILES,
+    *INT4_TILES,
+    *E2M1_TILES,
     MoeTiles(rows=1, gate_up=ONE_WHOLE_ROW, down=dataclasses.replace(ONE_WHOLE_ROW, inner=256), sorted_slots=False),
     MoeTiles(rows=2, gate_up=dataclasses.replace(ONE_WHOLE_ROW, rows=2), down=ONE_WHOLE_ROW),
     MoeTiles(

@@ -22,7 +22,8 @@ from routed_experts.execution.programs import ProgramSpec, forward
 from routed_experts.layers.gpu.attention import gpu_attention_backend
 from routed_experts.layers.gpu.backends import gpu_kernels
 from routed_experts.layers.gpu.linear import partial_sums, tile_for
-from routed_experts.layers.gpu.moe import CODE_TILES, slot_outputs, tiles_for
+from routed_experts.layers.gpu.moe import CODE_TILES, choose_tiles, slot_outputs, takes_scaled_rows, tiles_for
+from routed_experts.layers.gpu.operands import MatrixKind
 from routed_experts.layers.gpu.residual import add_parts, add_slots, normed_rows
 from routed_experts.layers.gpu.scaled_rows import RowScaling, scale_rows
 from routed_experts.layers.kernels import SlotOutputs, StreamNorm
@@ -118,7 +119,7 @@ def as_they_are(x, norm):
 
 @pytest.mark.parametrize("add", [by_parts, by_slots, as_they_are])
 def test_rows_are_scaled_for_products_that_take_them_alone(add):
-    """Not fewer than 8, not float32, and not for numbers, codes of 4 bits, or no product."""
+    """Not fewer than 8, not float32, and not for numbers or no product."""
     codes = random_weight(jax.random.key(0), 3, 64, 16, 16)
     packed_codes = random_halves(jax.random.key(0), 3, 64, 16, 32, form="int4", run=32)
 
@@ -126,9 +127,9 @@ def test_rows_are_scaled_for_products_that_take_them_alone(add):
         x = jax.ShapeDtypeStruct((num_rows, 64), dtype)
         return jax.eval_shape(lambda x: normed_by(add, x, matrices)[1], x).scaled is not None
 
-    assert is_scaled(8, HALF, codes)
+    assert is_scaled(8, HALF, codes) and is_scaled(8, HALF, packed_codes)
     assert not any(is_scaled(*case, codes) for case in ((7, HALF), (1, HALF), (8, jnp.float32)))
-    assert not any(is_scaled(8, HALF, matrices) for matrices in (packed_codes, jnp.ones((3, 64, 16), HALF), None))
+    assert not any(is_scaled(8, HALF, matrices) for matrices in (jnp.ones((3, 64, 16), HALF), None))
 
 
 def launches(function, *args):
@@ -194,6 +195,24 @@ def test_a_norm_scales_rows_for_experts_that_take_them():
             return by_parts(x, dataclasses.replace(norm, expert_rows=rows))[1]
 
         assert (jax.eval_shape(normed, x).scaled is not None) == is_scaled, rows
+
+
+def test_scaled_rows_are_taken_where_the_tiles_of_a_format_read_them():
+    """Codes of 4 bits: where slots are sorted; e2m1 with more rows is multiplied by its scales instead."""
+
+    def taken(form, expert_rows, num_rows=16, dtype=HALF):
+        weight = random_halves(jax.random.key(0), 2, 64, 16, 32, form=form, run=32)
+        return takes_scaled_rows(num_rows, dtype, weight, expert_rows)
+
+    assert [taken("int4", rows) for rows in (None, 0.5, 0.6, 8, 500)] == [True, False, True, True, True]
+    assert [taken("e2m1", rows) for rows in (None, 0.5, 0.6, 8, 9, 500)] == [True, False, True, True, False, False]
+    assert not taken("int4", 4, num_rows=7) and not taken("int4", 4, dtype=jnp.float32)
+    assert not takes_scaled_rows(16, HALF, jnp.zeros((2, 64, 16), HALF), None)
+    for form, kind in (("int4", MatrixKind.INT4), ("e2m1", MatrixKind.E2M1)):
+        for slots in (1, 8, 16, 17, 32, 33, 64, 128, 256, 1024):
+            tiles = choose_tiles(slots, 32, 64, 64, kind)
+            assert tiles.sorted_slots == (slots > 16)
+            assert taken(form, slots / 32) == (tiles.scaled is RowScaling.KERNEL and tiles.gate_up.rows >= 8)
 
 
 @pytest.mark.parametrize(("sizes", "tile_rows"), [((8, 2, 6, 64, 40), 1), ((12, 4, 12, 64, 40), 8)])

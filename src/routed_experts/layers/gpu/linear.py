@@ -69,7 +69,7 @@ def choose_tile(num_rows: int, inner: int, outputs: int) -> LinearTile:
 def choose_codes_tile(num_rows: int, inner: int, outputs: int, unit: int, *, packed: bool = False) -> LinearTile:
     """The same for codes, whose parts have a multiple of `unit` inputs; `packed` are those of 4 bits. Measured best
     with matrices of 2048 x 5120 and 4096 x 2048: of e4m3 on an H200 with 1, 2, 4, 8, 16, 64 and 256 rows and on an
-    H100 with 1024 and 4096, of e2m1 on an H100 with 1, 4, 16, 64 and 256 rows."""
+    H100 with 1024 and 4096, of int4 on an H200 with 1, 16, 64 and 256 rows."""
     if num_rows == 1:
         out, step, warps = (8, 2048, 8) if packed else (4, 1024, 2)
         splits = _splits(inner, max(1, inner // 2048), unit)
@@ -78,13 +78,13 @@ def choose_codes_tile(num_rows: int, inner: int, outputs: int, unit: int, *, pac
     if rows <= 16 and not packed:
         warps, splits = 4 if rows == FEWEST_ROWS else 2, _splits(inner, inner // 512, unit)
         return LinearTile(rows=rows, out=64, inner=128, warps=warps, stages=3, splits=splits, scaled=RowScaling.INSIDE)
-    warps, stages = (4, 3) if rows > 16 else (2, 4)
+    step, warps, stages = (64 if packed else 128, 4, 3) if rows > 16 else (128, 2, 4)
     if rows <= 64:
         splits = _splits(inner, inner // 512, unit)
     else:
         blocks = pl.cdiv(outputs, 128) * pl.cdiv(num_rows, rows)
         splits = _splits(inner, next((count for count in (1, 2, 4) if blocks * count >= BLOCKS), 8), unit)
-    return LinearTile(rows=rows, out=64, inner=128, warps=warps, stages=stages, splits=splits, scaled=CODE_ROWS)
+    return LinearTile(rows=rows, out=64, inner=step, warps=warps, stages=stages, splits=splits, scaled=CODE_ROWS)
 
 
 def tile_for(num_rows: int, weights: Weight) -> LinearTile:
@@ -110,7 +110,7 @@ def _product(x: Any, weights: Any, layer: Any, out: Any, *, tile: LinearTile, in
     split = pl.program_id(2)
     row_mask = None if num_rows % tile.rows == 0 else (rows < num_rows)[:, None]
     column_mask = None if outputs % tile.out == 0 else (columns < outputs)[None, :]
-    inputs = Inputs(length=inner_size, size=tile.inner, first=split * inner_size)
+    inputs = Inputs(length=inner_size, size=tile.inner, part=None if tile.splits == 1 else split)
     (total,) = sum_products(
         x,
         weights,

@@ -86,6 +86,7 @@ def _tile(rows: int, out: int, inner: int, warps: int, stages: int) -> Tile:
 
 FEW_SLOTS = 16  # up to so many, nothing is sorted
 FEW_CODED_SLOTS = 32  # the same of codes
+_MOST_UNSORTED_ROWS = 0.5  # and of codes of 4 bits up to so many rows an expert, on average
 _UNSORTED = MoeTiles(rows=0, gate_up=_tile(16, 64, 128, 4, 4), down=_tile(16, 64, 64, 4, 6), sorted_slots=False)
 # Measured best on an H200: 128 experts of 2048 x 768, top-8 (1 to 16384 tokens), 64 of 2048 x 1024, top-8, 32 of
 # 2880 x 2880, top-4, and 8 of 4096 x 14336, top-2 (64 and 256 tokens). Each tile of an expert's rows reads its weights.
@@ -108,22 +109,30 @@ CODE_TILES = (
     MoeTiles(rows=96, gate_up=_tile(64, 64, 128, 4, 4), down=_tile(32, 64, 128, 2, 3), scaled=CODE_ROWS),
     MoeTiles(rows=float("inf"), gate_up=_tile(128, 64, 64, 8, 3), down=_tile(64, 128, 128, 4, 3), scaled=CODE_ROWS),
 )
-# For codes of 4 bits, in groups of 32. Measured on an H100 with 128 experts of 2048 x 768, top-8, and 32 of 2880 x
-# 2880, top-4, for 16, 64, 256 and 1024 tokens, one product at a time.
-PACKED_TILES = (
-    MoeTiles(rows=2, gate_up=_tile(8, 64, 128, 2, 3), down=_tile(8, 64, 128, 2, 3), scaled=RowScaling.INSIDE),
-    MoeTiles(rows=5, gate_up=_tile(8, 64, 128, 2, 3), down=_tile(8, 64, 128, 2, 3), scaled=CODE_ROWS),
-    MoeTiles(rows=12, gate_up=_tile(16, 64, 64, 4, 4), down=_tile(16, 32, 64, 2, 5), scaled=CODE_ROWS),
-    MoeTiles(rows=20, gate_up=_tile(32, 128, 128, 4, 3), down=_tile(16, 64, 128, 2, 3), scaled=CODE_ROWS),
-    MoeTiles(rows=48, gate_up=_tile(32, 64, 64, 4, 3), down=_tile(32, 64, 64, 4, 3), scaled=CODE_ROWS),
-    MoeTiles(rows=96, gate_up=_tile(64, 128, 64, 8, 3), down=_tile(64, 128, 64, 4, 3), scaled=CODE_ROWS),
+# For codes of 4 bits, in groups of 32, whose steps are pairs of 32 inputs. Measured on an H200, one product at a time:
+# int4 with 128 experts of 2048 x 768, top-8, for 16 to 1024 tokens, e2m1 with 32 of 2880 x 2880, top-4, for 16 to 4096.
+INT4_TILES = (
+    MoeTiles(rows=2, gate_up=_tile(8, 64, 64, 2, 3), down=_tile(8, 64, 192, 2, 3), scaled=CODE_ROWS),
+    MoeTiles(rows=5, gate_up=_tile(8, 128, 64, 2, 3), down=_tile(8, 64, 192, 2, 3), scaled=CODE_ROWS),
+    MoeTiles(rows=20, gate_up=_tile(16, 64, 64, 2, 3), down=_tile(16, 64, 64, 2, 3), scaled=CODE_ROWS),
+    MoeTiles(rows=256, gate_up=_tile(64, 64, 64, 4, 3), down=_tile(64, 128, 64, 4, 3), scaled=CODE_ROWS),
     MoeTiles(rows=float("inf"), gate_up=_tile(128, 64, 64, 4, 3), down=_tile(128, 64, 64, 4, 3), scaled=CODE_ROWS),
+)
+# With more than a few rows, codes are multiplied by their scales instead of sums, and rows are read as they are.
+E2M1_TILES = (
+    MoeTiles(rows=2, gate_up=_tile(8, 64, 64, 2, 2), down=_tile(8, 64, 192, 2, 3), scaled=CODE_ROWS),
+    MoeTiles(rows=5, gate_up=_tile(8, 128, 64, 2, 3), down=_tile(8, 64, 192, 2, 3), scaled=CODE_ROWS),
+    MoeTiles(rows=8, gate_up=_tile(8, 64, 64, 2, 2), down=_tile(16, 64, 192, 2, 3), scaled=CODE_ROWS),
+    MoeTiles(rows=24, gate_up=_tile(32, 64, 64, 4, 3), down=_tile(32, 64, 64, 4, 3)),
+    MoeTiles(rows=40, gate_up=_tile(64, 64, 64, 4, 3), down=_tile(64, 64, 64, 4, 3)),
+    MoeTiles(rows=float("inf"), gate_up=_tile(128, 64, 64, 4, 3), down=_tile(128, 64, 64, 4, 3)),
 )
 # Up to how many slots nothing is sorted, and the tiles of more
 _TABLES = {
     MatrixKind.NUMBERS: (FEW_SLOTS, TILES),
-    MatrixKind.CODES: (FEW_CODED_SLOTS, CODE_TILES),
-    MatrixKind.PACKED_CODES: (FEW_CODED_SLOTS, PACKED_TILES),
+    MatrixKind.E4M3: (FEW_CODED_SLOTS, CODE_TILES),
+    MatrixKind.INT4: (FEW_CODED_SLOTS, INT4_TILES),
+    MatrixKind.E2M1: (FEW_CODED_SLOTS, E2M1_TILES),
 }
 # Of a slot's product with codes: the fewest inputs of a step, and the most by bits of a code. A block has as many steps
 # as are unrolled where they fit, and a thread 64 bytes of codes in its registers. Measured on an H200, for 1 to 8
@@ -351,26 +360,28 @@ def _slot_tile(inputs: int, column_sets: int, *, packed: bool) -> Tile:
 def choose_tiles(slots: int, num_experts: int, dim: int, width: int, kind: MatrixKind = MatrixKind.NUMBERS) -> MoeTiles:
     """The tiles for this many slots of so many experts of those sides, whose matrices are of that kind."""
     few, table = _TABLES[kind]
+    if kind.is_packed:
+        few = min(few, int(_MOST_UNSORTED_ROWS * num_experts))
     if slots > few:
         return next(tiles for tiles in table if slots <= tiles.rows * num_experts)
     if kind is MatrixKind.NUMBERS:
         return _UNSORTED
-    packed = kind is MatrixKind.PACKED_CODES
-    gate_up, down = _slot_tile(dim, 2, packed=packed), _slot_tile(width, 1, packed=packed)
+    gate_up, down = (_slot_tile(*product, packed=kind.is_packed) for product in ((dim, 2), (width, 1)))
     return MoeTiles(rows=0, gate_up=gate_up, down=down, sorted_slots=False, scaled=RowScaling.INSIDE)
-
-
-_MOST_ROWS_INSIDE = max(tiles.rows for tiles in CODE_TILES if tiles.scaled is RowScaling.INSIDE)
 
 
 def takes_scaled_rows(num_rows: int, dtype: Any, weights: Weight | None, expert_rows: float | None = None) -> bool:
     """Whether products of `num_rows` rows of that dtype with these matrices read scaled rows: on the tensor cores with
-    codes of e4m3, of experts where they have more than a few rows each, `expert_rows`, on average. Of codes of 4 bits
-    it was not measured."""
-    if weights is None or shared_kind(weights) is not MatrixKind.CODES:
+    codes, and of experts where the tiles of so many rows each, `expert_rows`, on average, say so."""
+    if weights is None or num_rows < FEWEST_ROWS or dtype != jnp.bfloat16:
         return False
-    is_few = expert_rows is not None and expert_rows <= _MOST_ROWS_INSIDE
-    return num_rows >= FEWEST_ROWS and dtype == jnp.bfloat16 and not is_few
+    kind = shared_kind(weights)
+    if kind is MatrixKind.NUMBERS or expert_rows is None:
+        return kind is not MatrixKind.NUMBERS
+    if kind.is_packed and expert_rows <= _MOST_UNSORTED_ROWS:
+        return False
+    _, table = _TABLES[kind]
+    return next(tiles for tiles in table if expert_rows <= tiles.rows).scaled is RowScaling.KERNEL
 
 
 def tiles_for(call: ExpertCall, shared: SharedExperts | None = None) -> MoeTiles:

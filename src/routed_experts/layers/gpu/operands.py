@@ -21,7 +21,7 @@ from routed_experts.core.errors import ConfigError
 from routed_experts.layers.gpu.blocks import combine_masks, load_or_zero
 from routed_experts.layers.gpu.packed_codes import RUNS
 from routed_experts.layers.gpu.scaled_rows import ScaledRows, to_float16
-from routed_experts.layers.quantized import CODE_VALUES, QuantizedWeight, Weight, inputs_of_byte
+from routed_experts.layers.quantized import CODE_VALUES, E2M1, E4M3, INT4, QuantizedWeight, Weight, inputs_of_byte
 
 _OFFSETS = 2**31  # Pallas counts elements in 32 bits with a sign, in arrays of up to _NARROW bytes
 _NARROW = 2**32
@@ -68,34 +68,53 @@ def is_packed(weights: Any) -> bool:
 
 
 class MatrixKind(enum.Enum):
-    """What the matrices of a product are."""
+    """What the matrices of a product are: numbers, or codes of a format, whose rows may be float16."""
 
-    NUMBERS = enum.auto()
-    CODES = enum.auto()  # rows may be float16
-    PACKED_CODES = enum.auto()  # of 4 bits
+    NUMBERS = "numbers"
+    E4M3 = E4M3
+    INT4 = INT4
+    E2M1 = E2M1
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether they are codes of 4 bits, two a byte."""
+        return self.value in CODE_VALUES
 
 
 def shared_kind(*weights: Weight | None) -> MatrixKind:
-    """That of all matrices that exist: numbers where one is."""
-    own = [weight for weight in weights if weight is not None]
-    if not all(isinstance(weight, QuantizedWeight) for weight in own):
+    """That of all matrices that exist: numbers where one is, and e4m3, whose tiles suit all codes, where formats
+    differ."""
+    formats = {
+        weight.format if isinstance(weight, QuantizedWeight) else None for weight in weights if weight is not None
+    }
+    if None in formats or not formats:
         return MatrixKind.NUMBERS
-    return MatrixKind.PACKED_CODES if all(is_packed(weight) for weight in own) else MatrixKind.CODES
+    return MatrixKind(formats.pop()) if len(formats) == 1 else MatrixKind.E4M3
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """The inputs that a block sums: `length` from `first` on (None: 0), a multiple of the group, in steps of `size`."""
+    """The inputs that a block sums: the `part` of `length` inputs (None: the only one), in steps of `size`."""
 
     length: int
     size: int
-    first: Array | None = None
+    part: Array | None = None
 
-    def step(self, index: Any, size: int) -> tuple[Array, Array, Array | None]:
-        """The first input of that step, its inputs, and which of them exist; None if all do."""
-        offset, start = index * size + jnp.arange(size), index * size
-        deep = None if self.length % size == 0 else offset < self.length
-        return (start, offset, deep) if self.first is None else (self.first + start, self.first + offset, deep)
+    def first(self, index: Any, size: int, unit: int = 1) -> Any:
+        """The first input of that step in whole units, such as bytes or groups, of which a part has whole ones. A
+        quotient is made only where a step is shorter than a unit: Triton does not know what a quotient is a multiple
+        of, and loads one byte at a time from there."""
+        own = index * (size // unit) if size % unit == 0 else lax.div(jnp.asarray(index * size), unit)
+        if self.part is None:
+            return own
+        assert self.length % unit == 0, (self.length, unit)
+        return self.part * (self.length // unit) + own
+
+    def step(self, index: Any, size: int, unit: int = 1) -> tuple[Array, Array | None]:
+        """The units of that step, of which it has whole ones, and which of them exist; None if all do."""
+        offset = jnp.arange(size // unit)
+        deep = None if self.length % size == 0 else index * (size // unit) + offset < self.length // unit
+        return self.first(index, size, unit) + offset, deep
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

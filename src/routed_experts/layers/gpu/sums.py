@@ -2,7 +2,8 @@
 
 A sum is made in steps. Of e4m3 codes a step is a part of a group of inputs, or some whole groups, each a product; of
 codes of 4 bits (packed_codes.py) it is whole pairs of runs, and each run, or both of one group, is a product that is
-scaled by itself. The sum of a group is float32, and so is the scale that it is multiplied by.
+scaled by itself. The sum of a group is float32, and so is the scale that it is multiplied by; codes of e2m1 may be
+multiplied by their scales instead, which is exact.
 
 Dims: N rows, T rows of a block, I inputs, J groups of inputs, C columns of a block, R matrices of the stack."""
 
@@ -10,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,6 +22,7 @@ from jaxtyping import Array, Float, Int
 from routed_experts.layers.gpu.blocks import combine_masks, load_or_zero, power_of_two
 from routed_experts.layers.gpu.operands import (
     Inputs,
+    RowsBlock,
     block_product,
     codes_product,
     decode,
@@ -29,9 +32,9 @@ from routed_experts.layers.gpu.operands import (
     load_codes,
     load_rows,
 )
-from routed_experts.layers.gpu.packed_codes import UNITS, unpack_halves
+from routed_experts.layers.gpu.packed_codes import SCALED_UNIT, UNITS, times_scales, unpack_halves
 from routed_experts.layers.gpu.scaled_rows import RowScaling, ScaledRows, power_of_rows
-from routed_experts.layers.quantized import QuantizedWeight, Weight
+from routed_experts.layers.quantized import E2M1, QuantizedWeight, Weight, inputs_of_byte
 
 FEWEST_ROWS = 8  # of a product on the tensor cores
 UNROLLED_STEPS = 4  # of few rows; the loads of such steps are all on their way before the first one is multiplied
@@ -87,19 +90,16 @@ def sum_products(
         """Those of a step: group by group, and for each set of columns; none of numbers."""
         if not isinstance(weights, QuantizedWeight):
             return ()
-        begins = [
-            inputs.step(jnp.minimum(index, steps - 1) * num_groups + group, size)[0] for group in range(num_groups)
-        ]
-        at = [
-            _scales_at(weights, matrix, first // weights.group, part[:, None]) for first in begins for part in columns
-        ]
+        first = jnp.minimum(index, steps - 1) * num_groups
+        groups = [inputs.first(first + number, size, weights.group) for number in range(num_groups)]
+        at = [_scales_at(weights, matrix, group, part[:, None]) for group in groups for part in columns]
         return tuple(_load_scales(own, None if real is None else real.T) for own in at)
 
     def step(index: Array, carry: tuple[tuple[Array, ...], tuple[Array, ...]]) -> tuple[tuple[Array, ...], ...]:
         # The compiler pipelines loads of a product's operands alone, so those of scales are a step ahead here.
         (sums, scales), following = carry, load_scales(index + 1)
         for group in range(num_groups):
-            _, depth, deep = inputs.step(index * num_groups + group, size)
+            depth, deep = inputs.step(index * num_groups + group, size)
             own = load_rows(x, rows, depth, row_mask, deep, is_inside=is_inside)
             blocks = [load_block(weights, matrix, depth, part, deep, real, own.numbers.dtype) for part in columns]
             own_scales = scales[group * len(columns) :][: len(columns)]
@@ -115,52 +115,59 @@ def sum_products(
 
 def _sum_packed(block: _Block, inputs: Inputs, *, is_inside: bool) -> list[Float[Array, "T C"]]:
     """The same with codes of 4 bits. A step is as many pairs of runs, up to the size that is asked for, as make steps
-    of one length, so that no load needs a mask."""
-    weights, columns, run, unit = block.weights, block.columns, block.weights.run, UNITS[block.weights.format]
-    pair = 2 * run
-    size = math.gcd(inputs.length, max(inputs.size, pair))  # all but the length are powers of two
+    of one length, so that no load needs a mask (1, 3 or 5 of the 45 pairs of 2880 inputs), and that are whole groups or
+    a part of one. Rows of bfloat16 are multiplied by codes of e2m1 times their scales, which bfloat16 holds."""
+    weights, columns, run = block.weights, block.columns, block.weights.run
+    pair, is_rescaled = 2 * run, is_inside or isinstance(block.x, ScaledRows)
+    has_scaled_codes = weights.format == E2M1 and block.x.dtype == jnp.bfloat16 and not is_rescaled
+    unit = SCALED_UNIT if has_scaled_codes else UNITS[weights.format]
+    sizes = [size for size in range(pair, max(inputs.size, pair) + 1, pair) if inputs.length % size == 0]
+    size = max(size for size in sizes if 0 in (size % weights.group, weights.group % size))
     steps = inputs.length // size
     starts = (0,) if weights.group >= pair else (0, run)  # in a pair, of groups
     column = None if block.real is None else block.real.T
 
     def load_scales(index: Any) -> tuple[Array, ...]:
-        """Those of a step: pair by pair, group by group, and for each set of columns."""
-        first, _, _ = inputs.step(jnp.minimum(index, steps - 1), size)
+        """Those of a step: pair by pair, for each set of columns, and group by group."""
+        first = inputs.first(jnp.minimum(index, steps - 1), size, weights.group)
         return tuple(
             _load_scales(
-                _scales_at(weights, block.matrix, (first + offset + start) // weights.group, part[:, None]), column
+                _scales_at(weights, block.matrix, first + (offset + start) // weights.group, part[:, None]), column
             )
             for offset in range(0, size, pair)
-            for start in starts
             for part in columns
+            for start in starts
         )
 
+    def products(runs: list[RowsBlock], codes: Array, scales: list[Array]) -> Iterator[Array]:
+        """What a pair adds to the sums of a set of columns."""
+        if has_scaled_codes:
+            halves = times_scales(codes, scales, interpret=block.interpret)
+            yield from (codes_product(own, half) for own, half in zip(runs, halves, strict=True))
+            return
+        halves = unpack_halves(codes, weights.format, interpret=block.interpret)
+        both = [codes_product(own, half.astype(own.numbers.dtype)) for own, half in zip(runs, halves, strict=True)]
+        sums = both if len(scales) == 2 else [both[0] + both[1]]
+        yield from (own * scale for own, scale in zip(sums, scales, strict=True))
+
     def step(index: Array, carry: tuple[tuple[Array, ...], tuple[Array, ...]]) -> tuple[tuple[Array, ...], ...]:
-        sums, following, (begin, _, _) = list(carry[0]), load_scales(index + 1), inputs.step(index, size)
-        scales = iter(carry[1])
+        sums, following, scales = list(carry[0]), load_scales(index + 1), iter(carry[1])
+        first, first_byte = inputs.first(index, size), inputs.first(index, size, 2)
         for offset in range(0, size, pair):
-            first = begin + offset
             runs = [
                 load_rows(block.x, block.rows, depth, block.row_mask, None, is_inside=is_inside)
-                for depth in (first + jnp.arange(run), first + run + jnp.arange(run))
+                for depth in (first + offset + jnp.arange(run), first + offset + run + jnp.arange(run))
             ]
-            stored = [load_codes(weights, block.matrix, first // 2 + jnp.arange(run), part, column) for part in columns]
-            halves = [unpack_halves(codes, weights.format, interpret=block.interpret) for codes in stored]
-            products = [
-                [codes_product(own, half.astype(own.numbers.dtype)) for own, half in zip(runs, both, strict=True)]
-                for both in halves
-            ]
-            if len(starts) == 1:
-                products = [[lower + upper] for lower, upper in products]
-            for group in range(len(starts)):
-                for part in range(len(columns)):
-                    scale = next(scales)
-                    sums[part] += products[part][group] * (scale if unit == 1 else scale * unit)
+            depth = first_byte + offset // 2 + jnp.arange(run)
+            stored = [load_codes(weights, block.matrix, depth, part, column) for part in columns]
+            for part, codes in enumerate(stored):
+                for product in products(runs, codes, [next(scales) for _ in starts]):
+                    sums[part] += product
         return tuple(sums), following
 
     zeros = jnp.zeros((columns[0].shape[0], block.rows.shape[0]), jnp.float32)
     sums, _ = lax.fori_loop(0, steps, step, ((zeros,) * len(columns), load_scales(0)))
-    return [end_sums(total, block.x, weights, block.rows, block.row_mask) for total in sums]
+    return [end_sums(_times(total, unit), block.x, weights, block.rows, block.row_mask) for total in sums]
 
 
 def _sum_few_rows(block: _Block, inputs: Inputs, *, is_scaled: bool) -> list[Float[Array, "T C"]]:
@@ -177,7 +184,6 @@ def _sum_few_rows(block: _Block, inputs: Inputs, *, is_scaled: bool) -> list[Flo
     row_ids = [jnp.sum(jnp.where(own, block.rows, 0)) for own in is_row]
     exists = [None if row_mask is None else jnp.sum((own & row_mask[:, 0]).astype(jnp.int32)) > 0 for own in is_row]
     real_column = None if block.real is None else block.real.T
-    end = inputs.length if inputs.first is None else inputs.first + inputs.length
     num_sums = len(_sums_of_step(weights, size)[0][1])
 
     def load_row(row: Array, is_real: Array | None, depth: Array, deep: Array | None) -> tuple[Array, Array | None]:
@@ -187,22 +193,18 @@ def _sum_few_rows(block: _Block, inputs: Inputs, *, is_scaled: bool) -> list[Flo
         return (own if power is None else own * power)[None, :], inverse
 
     def step(index: Any, totals: tuple[Array, ...]) -> tuple[Array, ...]:
-        first, depth, deep = inputs.step(index, size)
-        code_deep = None if deep is None else deep[None, :]
-        code_depth = depth
-        if is_packed(weights):  # a byte exists if its first input does
-            code_depth = first // 2 + jnp.arange(size // 2)
-            code_deep = None if deep is None else (code_depth < end // 2)[None, :]
-        mask = combine_masks(code_deep, real_column)
+        first, group = inputs.first(index, size), inputs.first(index, size, weights.group)
+        code_depth, deep = inputs.step(index, size, inputs_of_byte(weights.format))
+        mask = combine_masks(None if deep is None else deep[None, :], real_column)
         stored = [load_codes(weights, block.matrix, code_depth, part, mask) for part in columns]  # C bytes
         # All loads before the first conversion.
         parts = []
         for offsets, group_offsets in _sums_of_step(weights, size):
-            groups = (first + group_offsets) // weights.group
-            is_group = None if deep is None else (first + group_offsets < end)[None, :]
+            groups = group + lax.div(group_offsets, weights.group)
+            is_group = None if deep is None else (index * size + group_offsets < inputs.length)[None, :]
             at = [_scales_at(weights, block.matrix, groups[None, :], part[:, None]) for part in columns]
             scales = [_load_scales(own, combine_masks(is_group, real_column)) for own in at]  # C J
-            parts.append((first + offsets, None if deep is None else first + offsets < end, scales))
+            parts.append((first + offsets, None if deep is None else index * size + offsets < inputs.length, scales))
         if is_packed(weights):
             codes = [unpack_halves(own, weights.format, interpret=block.interpret) for own in stored]
             codes = [[half.astype(jnp.float32) for half in own] for own in codes]
@@ -214,8 +216,7 @@ def _sum_few_rows(block: _Block, inputs: Inputs, *, is_scaled: bool) -> list[Flo
             for part in range(len(columns)):
                 terms = []
                 for half, ((own, inverse), (_, _, scales)) in enumerate(zip(own_rows, parts, strict=True)):
-                    scale = scales[part] if unit == 1 else scales[part] * unit
-                    term = _group_sums(codes[part][half] * own, num_sums) * scale
+                    term = _group_sums(codes[part][half] * own, num_sums) * scales[part]
                     terms.append(term if inverse is None else term * inverse)
                 sums.append(functools.reduce(jnp.add, terms))
         return tuple(total + part for total, part in zip(totals, sums, strict=True))
@@ -226,14 +227,14 @@ def _sum_few_rows(block: _Block, inputs: Inputs, *, is_scaled: bool) -> list[Flo
         totals = functools.reduce(lambda sums, index: step(index, sums), range(steps), totals)
     else:
         totals = lax.fori_loop(0, steps, step, totals)
-    sums = [jnp.sum(total, axis=1)[None, :] for total in totals]  # 1 C, row by row
+    sums = [jnp.sum(_times(total, unit), axis=1)[None, :] for total in totals]  # 1 C, row by row
     return [_stack_rows(sums[part :: len(columns)], is_row) for part in range(len(columns))]
 
 
 def _scales_at(weights: QuantizedWeight, matrix: Array, groups: Array, columns: Array) -> Any:
     """The scales of groups and columns, by reference."""
     scales: Any = weights.scales
-    return scales.at[matrix, groups, columns if weights.span == 1 else columns // weights.span]
+    return scales.at[matrix, groups, columns if weights.span == 1 else lax.div(columns, weights.span)]
 
 
 def _load_scales(at: Any, mask: Array | None) -> Float[Array, "..."]:
@@ -256,6 +257,11 @@ def _group_sums(products: Float[Array, "C I"], num_groups: int) -> Float[Array, 
     """The sum of each group of a step."""
     columns, size = products.shape
     return jnp.sum(products.reshape(columns, num_groups, size // num_groups), axis=2)
+
+
+def _times(sums: Array, unit: float) -> Array:
+    """Sums of codes in that unit."""
+    return sums if unit == 1 else sums * unit
 
 
 def _stack_rows(parts: list[Float[Array, "1 C"]], is_row: list[Array]) -> Float[Array, "T C"]:
