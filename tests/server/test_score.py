@@ -198,6 +198,24 @@ def test_rows_of_another_sequence_are_refused(engine, server):
     assert error["code"] == "routing_alignment" and error["param"] == "routed_experts"
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"shape": [10**13, 2, 0], "top_k": 0, "prompt_rows": 10**13, "version_spans": [[0, 10**13, 0]]},
+        {"shape": [0, 2**62, 2], "num_hidden_layers": 2**62, "layers": "all", "prompt_rows": 0, "version_spans": []},
+    ],
+    ids=["rows", "layers"],
+)
+def test_sizes_that_a_payload_does_not_carry_are_refused(server, sizes):
+    rows = score(server, token_ids=TOKENS, return_routed_experts=True)["data"][0]["meta_info"]
+    num_tokens = sizes["shape"][0] + 1
+    info = rows["routed_experts_info"] | sizes | {"num_tokens": num_tokens, "num_prompt_tokens": num_tokens}
+    info |= {"sha256": None, "include_last": False}
+    rows |= {"routed_experts": "", "routed_experts_info": info}
+    error = parse_error(server.post("/v1/score", {"token_ids": TOKENS, "routed_experts": rows}), 400)
+    assert error["code"] == "routing_format" and error["param"] == "routed_experts"
+
+
 def test_where_nothing_is_recorded_nothing_is_replayed(server, engine_factory):
     rows = score(server, token_ids=TOKENS, return_routed_experts=True)["data"][0]["meta_info"]
     with engine_factory() as plain, running(plain) as other:
