@@ -177,12 +177,18 @@ def to_record(
 ) -> RoutedExperts:
     """Join canonical ids with their metadata; raises RoutingFormatError where the two disagree.
 
-    `valid` None takes the bits of the metadata."""
+    `valid` None takes the bits of the metadata; where both are there, they must be the same."""
     if ids.shape != (expected_shape := (metadata.shape[0], len(metadata.moe_layer_ids), metadata.top_k)):
         raise RoutingFormatError(
             f"ids have the shape {list(ids.shape)}; expected {list(expected_shape)}, as routed_experts_info says"
         )
-    valid = metadata.unpack_valid() if valid is None else valid
+    bits = metadata.unpack_valid()
+    if valid is not None and bits is not None and not np.array_equal(valid, bits):
+        raise RoutingFormatError(
+            "valid marks other rows as missing than the bits of routed_experts_info.valid; expected the same rows: "
+            "leave one of them out"
+        )
+    valid = bits if valid is None else valid
     num_missing = 0 if valid is None else int(valid.size - np.count_nonzero(valid))
     if num_missing != metadata.missing_rows or (valid is not None and valid.shape != ids.shape[:1]):
         raise RoutingFormatError(
