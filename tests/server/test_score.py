@@ -192,6 +192,24 @@ def test_a_wrong_score_is_a_400_that_names_the_field(server, body, param):
     assert parse_error(server.post("/v1/score", body), 400)["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"token_ids": [[1], [2], [313, 1]]}, "token_ids[2] holds the token id 313, outside 0..312"),
+        ({"token_ids": [313, 1]}, "token_ids holds the token id 313"),
+        ({"token_ids": [[1], [5] * 513]}, "token_ids[1] has 513 tokens"),
+        ({"token_ids": [[1], [], []]}, "token_ids[1] is empty"),
+        ({"query": [5], "items": [[6], [7, 313]], "label_token_ids": [5, 6]}, "items[1] holds the token id 313"),
+        ({"query": [5], "items": [[313]], "label_token_ids": [5, 6]}, "items holds the token id 313"),
+    ],
+)
+@pytest.mark.parametrize("chunk", [1, 2, 1 << 14])
+def test_a_sequence_that_is_refused_is_named_by_its_index(server, monkeypatch, fields, message, chunk):
+    monkeypatch.setattr("routed_experts.server.routing.score.SCORE_CHUNK_TOKENS", chunk)
+    error = parse_error(server.post("/v1/score", fields), 400)
+    assert error["message"].startswith(message) and error["param"] == message.partition("[")[0].split()[0]
+
+
 def test_rows_of_another_sequence_are_refused(engine, server):
     response = score(server, token_ids=OTHERS, return_routed_experts=True)["data"][0]
     error = parse_error(server.post("/v1/score", {"token_ids": TOKENS, "routed_experts": response}), 400)

@@ -150,6 +150,14 @@ def test_what_a_response_cannot_be_is_refused_by_name(server, body, param, code)
     assert param.rpartition(".")[2] in error["message"] or param == "chat_template_kwargs"
 
 
+@pytest.mark.parametrize("arguments", ['{"city": ', "[]", "NaN"])
+def test_faulty_arguments_of_an_earlier_call_are_named_by_their_item(server, arguments):
+    call = {"type": "function_call", "call_id": "a", "name": "now", "arguments": arguments}
+    items = [{"role": "user", "content": "x"}, call, {"type": "function_call_output", "call_id": "a", "output": "y"}]
+    error = parse_error(server.post("/v1/responses", {"input": items}), 400)
+    assert error["message"].startswith("input[1].arguments is ") and error["param"] == "input"
+
+
 def message(server, status=200, **body):
     response = server.post("/v1/messages", {"messages": messages(), "max_tokens": 100, "temperature": 0, **body})
     assert response.status_code == status, response.text
