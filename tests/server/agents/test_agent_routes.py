@@ -216,6 +216,53 @@ def test_the_events_of_a_message_join_to_it(server, script):
     }[script]
 
 
+@pytest.mark.parametrize("script", ["<calls>", "<thought>", "<plain>"])
+def test_an_answer_continues_the_last_message_of_the_assistant(server, script):
+    """The script's name ends the message, so that the model goes on from there."""
+    begun = f"I begin so: {script}"
+    whole = message(server, tools=BLOCK_TOOLS, **with_script(script))["content"]
+    for content in (begun, [{"type": "text", "text": "I begin so: "}, {"type": "text", "text": script}]):
+        body = {"messages": [*messages(), {"role": "assistant", "content": content}], "tools": BLOCK_TOOLS}
+        answer = message(server, **body)
+        assert [{**block, "id": ""} for block in answer["content"]] == [{**block, "id": ""} for block in whole]
+        assert "begin" not in json.dumps(answer)
+        texts = [event["delta"].get("text", "") for event in message_events(server, **body) if "delta" in event]
+        assert "".join(texts) == "".join(block.get("text", "") for block in whole)
+    conversation = [*messages(), {"role": "assistant", "content": begun}]
+    usage = message(server, messages=conversation)["usage"]
+    fields = {"continue_final_message": True, "add_generation_prompt": False}
+    expected = chat_usage(server, messages=conversation, **fields)["prompt_tokens"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == expected
+    assert server.post("/v1/messages/count_tokens", {"messages": conversation}).json() == {"input_tokens": expected}
+
+
+def test_text_that_continues_a_message_is_no_reasoning(engine):
+    with running(engine, reasoning_parser="deepseek-r1") as server:
+        for begun, kinds in (("So: <plain>", ["text"]), ("So: <thought>", ["thinking", "text"])):
+            answer = message(server, messages=[*messages(), {"role": "assistant", "content": begun}])
+            assert [block["type"] for block in answer["content"]] == kinds, answer
+        assert [block["type"] for block in message(server)["content"]] == ["thinking"]
+
+
+def test_a_last_message_that_cannot_be_continued_is_refused(server):
+    use = {"type": "tool_use", "id": "toolu_1", "name": "now", "input": {}}
+    last = {"role": "assistant", "content": [{"type": "text", "text": "a"}, use]}
+    response = server.post("/v1/messages", {"messages": [*messages(), last], "max_tokens": 5})
+    error = anthropic_error(response, 400)
+    assert error["param"] == "messages[1]" and "tool_result" in error["message"]
+
+
+def test_a_last_message_that_the_template_leaves_out_is_refused(server):
+    body = {"messages": [*messages(), {"role": "assistant", "content": "a"}]}
+    body |= {"max_tokens": 5, "chat_template_kwargs": {"hide_last": True}}
+    for path, fields, field in (
+        ("/v1/messages", {}, "messages"),
+        ("/v1/chat/completions", {"continue_final_message": True}, "continue_final_message"),
+    ):
+        error = server.post(path, {**body, **fields}).json()["error"]
+        assert error["param"] == field and error["message"].startswith(f"{field}: the chat template leaves out"), error
+
+
 def test_a_message_thinks_only_if_it_is_asked_to(server):
     without = message(server)["usage"]["input_tokens"] + message(server)["usage"]["cache_read_input_tokens"]
     usage = message(server, thinking={"type": "enabled", "budget_tokens": 1024})["usage"]
