@@ -4,7 +4,8 @@ The text of an output continues that of its prompt, whose last token is the cont
 strip the space before the first word of a text. Joined deltas equal what the one-shot decode of all tokens adds to that
 of the prompt, cut at the stop string that completes first (of those that complete together, the longest). An unfinished
 character is held back, and so is text that may begin a stop string. Work grows linearly with tokens and characters in
-all cases: an automaton, because searches of the standard library read the held text again for every token.
+all cases: an automaton, because searches of the standard library read the held text again for every token. Dims: S
+tokens of the prompt.
 
     tokens -> text that can no longer change -> text that no stop string can claim -> deltas
               (_ByteLevelText or _WindowText)   (_StopMatcher)"""
@@ -14,6 +15,9 @@ import copy
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Int
 
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.engine.requests.tokenizer import Tokenizer
@@ -30,7 +34,7 @@ class IncrementalDetokenizer:
         self,
         tokenizer: Tokenizer,
         *,
-        prompt_ids: Sequence[int] = (),
+        prompt_ids: Sequence[int] | Int[np.ndarray, " S"] = (),
         skip_special_tokens: bool = True,
         visible_special_ids: frozenset[int] = frozenset(),
         stop: tuple[str, ...] = (),
@@ -193,7 +197,11 @@ class _WindowText:
     their run: one invalid byte turns all of them into U+FFFD."""
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool, visible: frozenset[int], prompt_ids: Sequence[int]
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool,
+        visible: frozenset[int],
+        prompt_ids: Sequence[int] | Int[np.ndarray, " S"],
     ) -> None:
         self._tokenizer = tokenizer
         self._skip, self._visible = skip_special_tokens, visible
@@ -218,7 +226,7 @@ class _WindowText:
         self._context, self._waiting = self._waiting[-1:], []
         return both[len(before) :]
 
-    def _prompt_context(self, prompt_ids: Sequence[int]) -> list[int]:
+    def _prompt_context(self, prompt_ids: Sequence[int] | Int[np.ndarray, " S"]) -> list[int]:
         """The last token of the prompt that has text of its own, near the end of the prompt."""
         num_tokens = 0
         for token_id in map(int, prompt_ids[: -_MAX_PROMPT_TOKENS - 1 : -1]):
