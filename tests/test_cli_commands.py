@@ -4,6 +4,7 @@ model."""
 import dataclasses
 import io
 import json
+import math
 import re
 import signal
 from importlib import import_module
@@ -11,13 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from routed_experts import formats
 from routed_experts.cli import generate, main
 from routed_experts.cli.record_files import read_answers
 from routed_experts.demo import demo_model_path
 from routed_experts.formats import record_from_meta_info
-from routed_experts.formats.archive import decode_record, encode_record
+from routed_experts.formats.archive import ArchivedAnswer, decode_record, encode_answers, encode_record
+from routed_experts.formats.wire import encode_meta_info
 from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import write_tiny_checkpoint
 
@@ -457,16 +460,40 @@ def test_convert_names_a_source_that_is_no_text_or_too_deep_or_empty(tmp_path, c
         assert code == 2 and words in err and err.count("\n") == 1, err
 
 
+def test_files_whose_metadata_cannot_be_are_refused_in_one_line(answers, capsys, tmp_path):
+    _, record = answers
+    token_ids = np.zeros(record.num_tokens, np.int32)
+    fields = {"text": "", "meta_info": {"prompt_tokens": math.inf}}
+    answer = ArchivedAnswer(answer=fields, token_ids=token_ids, record=record)
+    (tmp_path / "infinite.safetensors").write_bytes(encode_answers([answer]))
+    deep = save({"routed_experts": record.ids}, metadata={"routed_experts_info": "[" * 100_000})
+    (tmp_path / "deep.safetensors").write_bytes(deep)
+    meta_info = encode_meta_info(record, payload_format="int32", layers="moe")
+    meta_info["routed_experts_info"]["num_hidden_layers"] = 10**9
+    (tmp_path / "layers.json").write_text(json.dumps({"meta_info": meta_info}))
+    (tmp_path / "nested.json").write_text("[" * 200_000)
+    for name, words in (
+        ("infinite.safetensors", "prompt_tokens is inf"),
+        ("deep.safetensors", "are no record"),
+        ("layers.json", "num_hidden_layers is 1000000000; expected 1 to 4096"),
+        ("nested.json", "is no JSON"),
+    ):
+        target = tmp_path / "out.npy"
+        for argv in (("analyze", "tokens", tmp_path / name), ("convert", tmp_path / name, target, "--to", "sglang")):
+            code, _, err = run(capsys, *argv)
+            assert code == 2 and words in err and err.count("\n") == 1, err
+
+
 def test_a_sequence_of_a_length_that_no_model_has_is_refused(answers, capsys, tmp_path):
     _, record = answers
-    long = dataclasses.replace(record, num_tokens=10**13)
+    long = dataclasses.replace(record, num_tokens=10**9)
     (tmp_path / "long.safetensors").write_bytes(encode_record(long))
     for argv in (
         ("analyze", "tokens", tmp_path / "long.safetensors"),
         ("convert", tmp_path / "long.safetensors", tmp_path / "a.npy", "--to", "maxtext"),
     ):
         code, _, err = run(capsys, *argv)
-        assert code == 2 and "num_tokens=10000000000000" in err and err.count("\n") == 1
+        assert code == 2 and "num_tokens=1000000000" in err and err.count("\n") == 1
 
 
 def test_a_key_file_that_cannot_be_read_is_named_with_its_flag(tmp_path, capsys):

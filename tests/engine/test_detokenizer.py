@@ -85,6 +85,50 @@ def split(rng, ids):
     return parts
 
 
+@pytest.mark.parametrize("kind", ["byte-level", "byte fallback", "metaspace", "no decoder"])
+def test_an_output_continues_the_text_of_its_prompt(tokenizers, kind):
+    tokenizer, rng, num_checked = tokenizers[kind], random.Random(3), 0
+    for _ in range(600):
+        prompt, output = random_ids(rng, tokenizer)[:6], random_ids(rng, tokenizer)
+        skip = rng.random() < 0.5
+        shown = [
+            token for token in prompt if tokenizer.token_string(token) and not (skip and tokenizer.is_special(token))
+        ]
+        if not shown or tokenizer.is_byte(shown[-1]):
+            continue  # bytes of a character may join across the border
+        before = tokenizer.decode(prompt, skip_special_tokens=skip)
+        if kind == "byte-level" and before.endswith("\ufffd"):
+            continue
+        text = tokenizer.decode([*prompt, *output], skip_special_tokens=skip)
+        detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids=prompt, skip_special_tokens=skip)
+        deltas = [detokenizer.push(part) for part in split(rng, output)]
+        assert before + "".join(deltas) + detokenizer.finish() == text, (prompt, output, skip)
+        num_checked += 1
+    assert num_checked > 50
+
+
+def test_the_context_of_a_prompt_is_a_shown_token_that_is_no_raw_byte(tokenizers):
+    tokenizer = tokenizers["byte fallback"]
+    ids = {tokenizer.token_string(index): index for index in range(tokenizer.vocab_size)}
+    byte, special, word = ids["<0xE4>"], ids["<s>"], ids["▁ab"]
+    for prompt, text in (
+        ([], "ab"),
+        ([special], "ab"),  # it is not shown, and a text begins
+        ([special, word], " ab"),
+        ([word, special], " ab"),
+        ([word, *[byte] * 12], " ab"),
+        ([word, *[special] * 5], "ab"),  # as far from the end as other servers look
+        ([word, tokenizer.vocab_size + 7], " ab"),
+    ):
+        detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids=prompt)
+        assert detokenizer.push([word]) + detokenizer.finish() == text, prompt
+    assert IncrementalDetokenizer(tokenizer, prompt_ids=[special], skip_special_tokens=False).push([word]) == " ab"
+    in_prompt = IncrementalDetokenizer(tokenizer, prompt_ids=[word], stop=("b a",))
+    assert (in_prompt.push([word]) + in_prompt.finish(), in_prompt.stopped) == (" ab", None)
+    in_output = IncrementalDetokenizer(tokenizer, prompt_ids=[word], stop=(" ",))
+    assert (in_output.push([word]), in_output.stopped) == ("", " ")
+
+
 @pytest.mark.parametrize(
     ("kind", "runs"),
     [

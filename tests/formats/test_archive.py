@@ -1,5 +1,6 @@
 """Files of many answers: every record, token and field round-trips; any other file is refused."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -105,6 +106,50 @@ def test_a_damaged_file_is_refused(name, change):
         tensors[name] = change(tensors[name])
     with pytest.raises(RoutingFormatError):
         decode_answers(save(tensors))
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "count", [float("inf"), float("nan"), -1, 10**30, 22, "3", None, [], True, 1e300, 4.7, 5.0], ids=repr
+)
+def test_a_count_of_prompt_tokens_that_is_none_is_refused(count):
+    answer = filed(1)
+    meta_info = {**answer.answer["meta_info"], "prompt_tokens": count}
+    encoded = encode_answers([dataclasses.replace(answer, answer={**answer.answer, "meta_info": meta_info})])
+    with pytest.raises(RoutingFormatError, match=r"prompt_tokens is .*; expected an integer of 0 to 21"):
+        decode_answers(encoded)
+
+
+def test_json_that_is_nested_too_deep_is_refused():
+    tensors = load(encode_answers([filed(1)]))
+    tensors["answers"] = np.frombuffer(DEEP.encode() + b"\n", np.uint8)
+    with pytest.raises(RoutingFormatError, match="are no file of answers: maximum recursion depth"):
+        decode_answers(save(tensors))
+    ids = {"routed_experts": filed(1).record.ids}
+    with pytest.raises(RoutingFormatError, match="are no record in safetensors form: RecursionError"):
+        decode_record(save(ids, metadata={"routed_experts_info": DEEP}))
+
+
+@pytest.mark.parametrize("array", [np.zeros((10**13, 0), np.int32), np.zeros((21, 1), np.int32), np.zeros(21)])
+def test_token_ids_of_another_form_are_refused(array):
+    tensors = load(encode_answers([filed(1)]))
+    tensors |= {"token_ids": array, "token_offsets": np.array([0, len(array)])}
+    with pytest.raises(RoutingFormatError, match="expected int32 of one dim"):
+        decode_answers(save(tensors))
+
+
+def test_rows_that_are_marked_otherwise_than_in_the_metadata_are_refused():
+    record = filed(1).record
+    valid = np.ones(record.num_rows, np.bool_)
+    valid[3] = False
+    encoded = encode_record(dataclasses.replace(record, valid=valid))
+    assert np.array_equal(decode_record(encoded).valid, valid)
+    header = json.loads(encoded[8 : 8 + int.from_bytes(encoded[:8], "little")])
+    changed = save({**load(encoded), "valid": np.roll(valid, 1)}, metadata=header["__metadata__"])
+    with pytest.raises(RoutingFormatError, match="valid marks other rows"):
+        decode_record(changed)
 
 
 def test_records_of_two_models_are_refused():

@@ -9,6 +9,7 @@ import struct
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from routed_experts.core.capture_spec import expert_id_dtype
 from routed_experts.core.errors import RoutingFormatError
@@ -366,6 +367,74 @@ def test_an_answer_that_does_not_fit_its_sidecar_is_refused_with_both_numbers():
         short = {name: value for name, value in int32["routed_experts_info"].items() if name != key}
         with pytest.raises(RoutingFormatError, match=key):
             extract_routed_experts_from_meta_info({"meta_info": int32 | {"routed_experts_info": short}})
+
+
+HUGE_SIZES = {
+    "rows without ids": {"top_k": 0, "shape": [10**13, 2, 0]},
+    "rows without layers": {"moe_layer_ids": [], "shape": [10**13, 0, 2]},
+    "no hidden layer": {"num_hidden_layers": 0, "moe_layer_ids": [], "shape": [10**13, 0, 2]},
+    "layers of one payload": {"num_hidden_layers": 10**12, "shape": [2, 2, 2]},
+    "layers beyond any integer": {"num_hidden_layers": 10**30, "shape": [2, 2, 2]},
+    "layers without rows": {"num_hidden_layers": 2**62, "shape": [0, 2**62, 2]},
+    "slots without rows": {"top_k": 2**40, "shape": [0, 2, 2**40]},
+    "tokens": {"num_tokens": 10**40},
+    "update": {"version_spans": [[2, 4, 10**400]]},
+    "digits": {"start": 10**5000},
+}
+
+
+@pytest.mark.parametrize("payload_format", ["int32", "npy", "packed", "list"])
+@pytest.mark.parametrize("layers", ["all", "moe"])
+@pytest.mark.parametrize("name", HUGE_SIZES)
+def test_sizes_that_no_payload_carries_are_refused_before_memory_is_claimed(name, layers, payload_format):
+    if payload_format == "list":
+        fields = encode_as_lists(example(), layers=layers)
+    else:
+        fields = encode_routed_experts(example(), payload_format=payload_format, layers=layers)
+    info = fields["routed_experts_info"] | {"sha256": None} | HUGE_SIZES[name]
+    if HUGE_SIZES[name].get("shape", [2, 2, 2]) != [2, 2, 2]:
+        num_rows, num_columns, top_k = info["shape"]
+        num_columns = info["num_hidden_layers"] if layers == "all" else num_columns
+        num_columns = len(info["moe_layer_ids"]) if layers == "moe" else num_columns
+        shape, num_tokens = [num_rows, num_columns, top_k], num_rows + 3
+        spans = [[2, 2 + num_rows, 0]] if num_rows else []
+        info |= {"shape": shape, "num_tokens": num_tokens, "prompt_rows": min(num_rows, 1), "version_spans": spans}
+        fields["routed_experts"] = {
+            "int32": "",
+            "npy": base64.b64encode(npy_bytes(np.zeros((0, 2, 2), np.uint8))).decode(),
+            "packed": {"data": "", "shape": shape, "start": 2, "dtype": "uint8"},
+            "list": [],
+        }[payload_format]
+        if payload_format == "list":
+            fields["prompt_routed_experts"] = []
+    answer = {"meta_info": fields | {"routed_experts_info": info}}
+    for read in (extract_routed_experts_from_meta_info, record_from_meta_info):
+        with pytest.raises(RoutingFormatError, match=r"expected (1 to|an integer of)|has \d+ layers"):
+            read(answer)
+
+
+@pytest.mark.parametrize("shape", [[10**13, 5, 0], [10**13, 0, 2], [0, 10**30, 2], [0, 2, 2**62]])
+def test_a_packed_payload_without_metadata_is_bounded_by_its_bytes(shape):
+    with pytest.raises(RoutingFormatError, match=r"packed rows have .* expected 1 to"):
+        extract_routed_experts_from_meta_info({"routed_experts": {"data": "", "shape": shape, "dtype": "uint8"}})
+
+
+def test_a_record_has_layers_experts_and_a_number_of_layers_that_models_have():
+    for changes, text in (
+        ({"ids": np.zeros((2, 2, 0), np.uint8)}, r"\[2, 2, 0\]; expected .* at least one"),
+        ({"ids": np.zeros((2, 0, 2), np.uint8), "layer_ids": ()}, r"\[2, 0, 2\]; expected .* at least one"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000; expected at most 4096"),
+    ):
+        with pytest.raises(RoutingFormatError, match=text):
+            example(**changes)
+
+
+def test_ids_of_another_shape_than_the_metadata_are_refused():
+    info = to_metadata(example(), payload_format="ref").to_json()
+    tensors = {"routed_experts": np.zeros((10**13, 2, 0), np.uint8)}
+    encoded = save(tensors, metadata={"routed_experts_info": json.dumps(info)})
+    with pytest.raises(RoutingFormatError, match=r"\[10000000000000, 2, 0\]; expected \[2, 2, 2\]"):
+        decode_record(encoded)
 
 
 LABELS = ((0, "default"), (3, "größer \N{FOX FACE}"), (4, "default"))

@@ -124,6 +124,12 @@ def json_object(text, at):
     return call or (None if name is None else [name, "{}"]), at + 1
 
 
+def without_cut(text, markers):
+    """The text without the beginning of one of the markers at its end."""
+    cuts = [size for marker in markers for size in range(1, len(marker)) if text.endswith(marker[:size])]
+    return text[: len(text) - max(cuts, default=0)]
+
+
 def parse_json(text, tools):
     pieces, at, closes = Pieces(), 0, False
     while match := re.compile(r"<tool_call>|</tool_call>" if closes else r"<tool_call>").search(text, at):
@@ -139,7 +145,7 @@ def parse_json(text, tools):
             pieces.call(*call)
             closes = True
         at = end
-    pieces.text(text[at:])
+    pieces.text(without_cut(text[at:], ("</tool_call>",) if closes else ()))
     return pieces.response()
 
 
@@ -238,7 +244,7 @@ def parse_xml(text, tools):
         joined = "{" + ", ".join(members) if members or closing else ""
         pieces.call(name, joined + closing)
         pieces.text(rest)
-    pieces.text(text[at:])
+    pieces.text(without_cut(text[at:], ends))
     return pieces.response()
 
 
@@ -284,7 +290,7 @@ def parse_glm(text, tools):
                 break
         joined = "{" + ", ".join(members) if members or closing else ""
         pieces.call(name, joined + closing)
-    pieces.text(text[at:])
+    pieces.text(without_cut(text[at:], ("</tool_call>",) if closes else ()))
     return pieces.response()
 
 
@@ -325,7 +331,7 @@ def parse_deepseek(text, tools, *, has_kind):
             at += len(call_end)
         else:
             stray = (call_end,)
-    pieces.text(text[at:])
+    pieces.text(without_cut(text[at:], stray))
     return pieces.response()
 
 

@@ -425,7 +425,7 @@ def test_a_parser_that_does_not_exist_is_refused():
         resolve_format(None, tool_call_parser="hermes", reasoning_parser="gpt-oss")
 
 
-def test_a_forced_call_that_is_cut_before_its_arguments_is_content():
+def test_a_forced_call_that_is_cut_before_its_arguments_is_content_if_it_is_the_first():
     parts = ['[{"name": "get", "parameters": ', '{"a": 1}}', ', {"name": "put", "parameters": ', "{}}", "]"]
     text = "".join(parts)
     for cut in range(len(text) + 1):
@@ -438,8 +438,29 @@ def test_a_forced_call_that_is_cut_before_its_arguments_is_content():
             whole.append(parts[len(whole)])
             head = head[len(whole[-1]) :]
         assert names == ["get", "put"][: (len(whole) + 1) // 2], text[:cut]
-        is_head = len(whole) % 2 == 0 and "{" in head
+        is_head = not whole and "{" in head
         assert content.strip() == (head.strip() if is_head else ""), text[:cut]
+
+
+def test_what_is_no_forced_call_is_content():
+    parser = create_forced_parser(None)
+    response = read(parser, ['[{"name": "get", "parameters": {}}, {"na', 'me": 3', "}"])
+    assert ([name for name, _ in response.calls], response.content) == (["get"], ', {"name": 3}')
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "marker"),
+    [
+        ("json", '<tool_call>\n{"name": "now", "arguments": {"a": 1}}\n', "</tool_call>"),
+        ("xml", "<tool_call>\n<function=now>\n<parameter=a>\n1\n</parameter>\n</function>\n", "</tool_call>"),
+        ("deepseek-v31", '<｜tool▁call▁begin｜>now<｜tool▁sep｜>{"a": 1}', "<｜tool▁call▁end｜>"),
+    ],
+)
+def test_an_end_marker_that_is_cut_behind_a_call_is_no_content(kind, call, marker):
+    for cut in range(len(marker) + 1):
+        for pieces in ([call + marker[:cut]], list(call + marker[:cut])):
+            response = read(create_parser(ResponseFormat(tool_calls=kind), prompt="", tools={}), pieces)
+            assert (response.content, response.calls) == ("", [["now", '{"a": 1}']]), pieces
 
 
 def test_thousands_of_forced_calls_are_read():

@@ -525,6 +525,8 @@ def test_an_error_names_the_field_of_its_route_and_not_the_engines_parameter(ser
         ("/v1/completions", {"prompt": ["a", "b " * 20], "max_tokens": 500}, "prompt[1]: max_tokens=500 is too large"),
         ("/v1/completions", {"prompt": [[5], [6] * 20], "max_tokens": 500}, "prompt[1]: max_tokens=500 is too large"),
         ("/v1/completions", {"prompt": [[5], [999]]}, "prompt[1] holds the token id 999"),
+        ("/v1/completions", {"prompt": ["a", "", ""]}, "prompt[1] holds no text"),
+        ("/v1/completions", {"prompt": [""]}, "prompt holds no text"),
     ],
 )
 def test_a_length_is_refused_by_the_name_that_was_sent(server, path, body, words):

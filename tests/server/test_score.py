@@ -192,10 +192,46 @@ def test_a_wrong_score_is_a_400_that_names_the_field(server, body, param):
     assert parse_error(server.post("/v1/score", body), 400)["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"token_ids": [[1], [2], [313, 1]]}, "token_ids[2] holds the token id 313, outside 0..312"),
+        ({"token_ids": [313, 1]}, "token_ids holds the token id 313"),
+        ({"token_ids": [[1], [5] * 513]}, "token_ids[1] has 513 tokens"),
+        ({"token_ids": [[1], [], []]}, "token_ids[1] is empty"),
+        ({"query": [5], "items": [[6], [7, 313]], "label_token_ids": [5, 6]}, "items[1] holds the token id 313"),
+        ({"query": [5], "items": [[313]], "label_token_ids": [5, 6]}, "items holds the token id 313"),
+    ],
+)
+@pytest.mark.parametrize("chunk", [1, 2, 1 << 14])
+def test_a_sequence_that_is_refused_is_named_by_its_index(server, monkeypatch, fields, message, chunk):
+    monkeypatch.setattr("routed_experts.server.routing.score.SCORE_CHUNK_TOKENS", chunk)
+    error = parse_error(server.post("/v1/score", fields), 400)
+    assert error["message"].startswith(message) and error["param"] == message.partition("[")[0].split()[0]
+
+
 def test_rows_of_another_sequence_are_refused(engine, server):
     response = score(server, token_ids=OTHERS, return_routed_experts=True)["data"][0]
     error = parse_error(server.post("/v1/score", {"token_ids": TOKENS, "routed_experts": response}), 400)
     assert error["code"] == "routing_alignment" and error["param"] == "routed_experts"
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"shape": [10**13, 2, 0], "top_k": 0, "prompt_rows": 10**13, "version_spans": [[0, 10**13, 0]]},
+        {"shape": [0, 2**62, 2], "num_hidden_layers": 2**62, "layers": "all", "prompt_rows": 0, "version_spans": []},
+    ],
+    ids=["rows", "layers"],
+)
+def test_sizes_that_a_payload_does_not_carry_are_refused(server, sizes):
+    rows = score(server, token_ids=TOKENS, return_routed_experts=True)["data"][0]["meta_info"]
+    num_tokens = sizes["shape"][0] + 1
+    info = rows["routed_experts_info"] | sizes | {"num_tokens": num_tokens, "num_prompt_tokens": num_tokens}
+    info |= {"sha256": None, "include_last": False}
+    rows |= {"routed_experts": "", "routed_experts_info": info}
+    error = parse_error(server.post("/v1/score", {"token_ids": TOKENS, "routed_experts": rows}), 400)
+    assert error["code"] == "routing_format" and error["param"] == "routed_experts"
 
 
 def test_where_nothing_is_recorded_nothing_is_replayed(server, engine_factory):

@@ -13,7 +13,7 @@ TEMPLATE = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' }}
 {%- if message.reasoning_content %}{{ '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}{% endif %}
-{{- message.content }}
+{%- if not (hide_last and loop.last) %}{{ message.content }}{% endif %}
 {%- for call in message.tool_calls or [] %}
 {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) }}
 {{- '}\\n</tool_call>' }}

@@ -128,6 +128,34 @@ def write_tiny_tokenizer(path) -> Path:
     return folder
 
 
+def write_sentencepiece_tokenizer(path) -> Path:
+    """Write a tokenizer of 313 entries as Llama-2 and Mixtral have it: words begin with a space mark, other characters
+    are raw bytes, and the decoder strips the space before the first word of a text. A prompt of text begins with
+    <s>."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, processors
+
+    folder = Path(path)
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abehopqrstu,.[]", "▁a", "▁ab"]
+    words += ["▁p", "as", "▁pas", "▁t", "he", "▁the", "▁r", "ou", "te", "▁rou", "▁route", "▁router", "▁▁"]
+    words += [f"<extra_{number}>" for number in range(VOCAB_SIZE - len(words))]
+    merges = [("▁", "a"), ("▁a", "b"), ("▁", "p"), ("a", "s"), ("▁p", "as"), ("▁", "t"), ("h", "e"), ("▁t", "he")]
+    merges += [("▁", "r"), ("o", "u"), ("t", "e"), ("▁r", "ou"), ("▁rou", "te"), ("▁route", "r"), ("▁", "▁")]
+    vocab = {word: index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% endfor %}"
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}), encoding="utf-8")
+    return folder
+
+
 def train_tokenizer(text, vocab_size):
     """Train a byte-level BPE on `text`; all 256 bytes are in it, so it can encode anything."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # not on every machine with a GPU

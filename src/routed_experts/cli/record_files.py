@@ -93,7 +93,7 @@ def _read_safetensors(encoded: bytes) -> Iterator[RecordFile]:
 def _answers(text: str, where: str) -> list[object]:
     try:
         read: object = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RoutingFormatError(f"{where} is no JSON ({error})") from error
     return cast("list[object]", read) if isinstance(read, list) else [read]
 

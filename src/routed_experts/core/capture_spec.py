@@ -14,6 +14,7 @@ import numpy as np
 from routed_experts.core.errors import CaptureUnsupportedError
 
 MAX_NUM_EXPERTS = 65_535
+MAX_HIDDEN_LAYERS = 4_096  # of a record; above any model, and a row of all layers stays small
 
 ExpertIdDType = np.dtype[np.uint8] | np.dtype[np.uint16]
 WeightsDType = Literal["float32", "bfloat16"]  # of recorded combine weights
@@ -45,6 +46,11 @@ class CaptureSpec:
 
     def __post_init__(self) -> None:
         expert_id_dtype(self.num_experts)
+        if self.num_hidden_layers > MAX_HIDDEN_LAYERS:
+            raise CaptureUnsupportedError(
+                f"num_hidden_layers {self.num_hidden_layers} cannot be captured; expected at most {MAX_HIDDEN_LAYERS}; "
+                "build without capture"
+            )
         if not self.layer_ids:
             raise CaptureUnsupportedError(
                 "a model without MoE layers has no routing; expected at least one layer id; build without capture"

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import BFloat16, Bool, Float32, UInt
 
-from routed_experts.core.capture_spec import CaptureSpec, expert_id_dtype
+from routed_experts.core.capture_spec import MAX_HIDDEN_LAYERS, CaptureSpec, expert_id_dtype
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import RoutingFormatError
 from routed_experts.core.record_validation import (
@@ -212,6 +212,15 @@ class RoutedExperts:
             raise RoutingFormatError(
                 f"ids are {ids.dtype}{list(ids.shape)}, C-order {ids.flags.c_contiguous}; "
                 f"expected C-order {dtype}[R, M, K] for {self.num_experts} experts"
+            )
+        if 0 in ids.shape[1:]:
+            raise RoutingFormatError(
+                f"ids have the shape {list(ids.shape)}; expected [R, M, K] with at least one MoE layer and one "
+                "expert a token"
+            )
+        if self.num_hidden_layers > MAX_HIDDEN_LAYERS:
+            raise RoutingFormatError(
+                f"num_hidden_layers is {short_repr(self.num_hidden_layers)}; expected at most {MAX_HIDDEN_LAYERS}"
             )
         ascending = all(a < b for a, b in pairwise((-1, *layer_ids, self.num_hidden_layers)))
         if len(layer_ids) != ids.shape[1] or not ascending:

@@ -78,7 +78,7 @@ def decode_record_and_tokens(encoded: BytesLike) -> tuple[RoutedExperts, Int32[n
         header = json.loads(encoded[8 : 8 + int.from_bytes(encoded[:8], "little")])
         info = json.loads(header["__metadata__"][INFO_KEY])
         ids = tensors[PAYLOAD_KEY]
-    except (SafetensorError, KeyError, TypeError, ValueError) as cause:
+    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as cause:
         raise RoutingFormatError(
             f"{len(encoded)} bytes are no record in safetensors form: {cause!r}; give what encode_record made"
         ) from cause
@@ -123,7 +123,12 @@ def decode_answers(encoded: BytesLike) -> list[ArchivedAnswer]:
     try:
         tensors = load(encoded)
         lines = [cast("dict[str, Any]", json.loads(line)) for line in tensors["answers"].tobytes().splitlines()]
-        tokens = _split(tensors["token_ids"], tensors["token_offsets"], len(lines))
+        token_ids = tensors["token_ids"]
+        if token_ids.ndim != 1 or token_ids.dtype != np.int32:
+            raise RoutingFormatError(
+                f"token_ids is {token_ids.dtype}{list(token_ids.shape)}; expected int32 of one dim"
+            )
+        tokens = _split(token_ids, tensors["token_offsets"], len(lines))
         rows = (
             _split(tensors[PAYLOAD_KEY], tensors["row_offsets"], len(lines))
             if PAYLOAD_KEY in tensors
@@ -135,7 +140,7 @@ def decode_answers(encoded: BytesLike) -> list[ArchivedAnswer]:
             else [None] * len(lines)
         )
         return [_to_answer(*parts) for parts in zip(lines, tokens, rows, weights, strict=True)]
-    except (SafetensorError, KeyError, TypeError, ValueError, AttributeError) as cause:
+    except (SafetensorError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as cause:
         raise RoutingFormatError(
             f"{len(encoded)} bytes are no file of answers: {cause}; give what generate --output wrote"
         ) from cause
@@ -170,7 +175,12 @@ def _to_answer(
     line: dict[str, Any], tokens: np.ndarray, rows: np.ndarray | None, weights: np.ndarray | None
 ) -> ArchivedAnswer:
     meta_info = line["meta_info"]
-    info, num_prompt_tokens = meta_info.get(INFO_KEY), int(meta_info["prompt_tokens"])
+    info, num_prompt_tokens = meta_info.get(INFO_KEY), meta_info["prompt_tokens"]
+    if type(num_prompt_tokens) is not int or not 0 <= num_prompt_tokens <= tokens.size:
+        raise RoutingFormatError(
+            f"prompt_tokens is {short_repr(num_prompt_tokens)}; expected an integer of 0 to {tokens.size}, the tokens "
+            "of the answer"
+        )
     record = None
     if info is not None and rows is not None:
         metadata = RoutedExpertsMetadata.from_json(info)

@@ -157,7 +157,7 @@ def scatter_to_all_layers(
     expert."""
     check_ids(record)
     shape = (record.num_rows, record.num_hidden_layers, record.top_k)
-    rows = np.full(shape, fill, check_fits(record.num_experts, dtype))
+    rows = _new_rows(shape, fill, check_fits(record.num_experts, dtype))
     rows[:, record.layer_ids] = record.ids
     return rows
 
@@ -167,14 +167,19 @@ def pad_to_tokens(record: RoutedExperts, dtype: type[np.signedinteger]) -> Int[n
     check_ids(record)
     check_num_tokens(record, "routed_experts")
     shape, id_dtype = (record.num_tokens, *record.ids.shape[1:]), check_fits(record.num_experts, dtype)
-    try:
-        rows = np.full(shape, -1, id_dtype)
-    except MemoryError as error:
-        text = f"an array {list(shape)} of {id_dtype} does not fit the memory"
-        raise RoutingFormatError(f"{text}; convert the record where there is more") from error
+    rows = _new_rows(shape, -1, id_dtype)
     known = record.known
     rows[record.start : record.start + record.num_rows][known] = record.ids[known]
     return rows
+
+
+def _new_rows(shape: tuple[int, ...], fill: int, dtype: np.dtype) -> Int[np.ndarray, "R columns K"]:
+    """A new array of one value; raises RoutingFormatError where the memory does not hold it."""
+    try:
+        return np.full(shape, fill, dtype)
+    except MemoryError as error:
+        text = f"an array {list(shape)} of {dtype} does not fit the memory"
+        raise RoutingFormatError(f"{text}; convert the record where there is more") from error
 
 
 # --- array to record

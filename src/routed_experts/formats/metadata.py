@@ -3,7 +3,8 @@
 Invariants: to_json has exactly the keys of schema routed_experts/1 (plus `valid` when rows are missing, and
 `version_labels` when labels are known);
 from_json(to_json(m)) == m; what from_json accepts is consistent in itself (shape, layers, dtype, rows of the prompt and
-of the last token).
+of the last token). Sizes are bounded before an array is made: a row has at least one id and at most MAX_HIDDEN_LAYERS
+layers, so a payload that has the size of `shape` bounds R, and no array is larger by more than that factor.
 Dims: R rows, L hidden layers, M MoE layers, K experts per token, E experts."""
 
 import base64
@@ -17,7 +18,13 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Bool, Float32, UInt, UInt16
 
-from routed_experts.core.capture_spec import MAX_NUM_EXPERTS, WEIGHTS_DTYPES, WeightsDType, expert_id_dtype
+from routed_experts.core.capture_spec import (
+    MAX_HIDDEN_LAYERS,
+    MAX_NUM_EXPERTS,
+    WEIGHTS_DTYPES,
+    WeightsDType,
+    expert_id_dtype,
+)
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import RoutingFormatError
 from routed_experts.core.record_validation import VersionSpans, check_id_range
@@ -29,6 +36,8 @@ SCHEMA = "routed_experts/1"
 ORDER = "score_desc"
 ID_SPACE = "logical"
 _MAX_COUNT_DIGITS = 10  # counts are int32
+_MAX_COUNT = 2**31 - 1  # of tokens and rows
+_MAX_VERSION = 2**63 - 1  # the count of an update of the weights, an int64 where versions are an array
 
 PayloadFormat = Literal["int32", "npy", "packed", "list", "ref"]
 PayloadLayers = Literal["all", "moe"]
@@ -69,14 +78,13 @@ class RoutedExpertsMetadata:
 
     def __post_init__(self) -> None:
         num_rows, num_columns, num_slots = self.shape
+        self._check_sizes()
         expected_columns = self.num_hidden_layers if self.layers == "all" else len(self.moe_layer_ids)
         if (num_columns, num_slots) != (expected_columns, self.top_k):
             raise RoutingFormatError(
                 f"shape is {list(self.shape)}; expected [R, {expected_columns}, {self.top_k}] for layers "
                 f"{self.layers!r}"
             )
-        if not 1 <= self.num_experts <= MAX_NUM_EXPERTS:
-            raise RoutingFormatError(f"num_experts is {self.num_experts}; expected 1 to {MAX_NUM_EXPERTS}")
         expected_prompt_rows = prompt_rows(self.start, num_rows, self.num_prompt_tokens)
         if self.prompt_rows != expected_prompt_rows:
             raise RoutingFormatError(
@@ -97,6 +105,21 @@ class RoutedExpertsMetadata:
         if (self.valid is None) != (self.missing_rows == 0):
             raise RoutingFormatError(
                 f"missing_rows is {self.missing_rows}, valid {self.valid!r}; expected valid when rows are missing only"
+            )
+
+    def _check_sizes(self) -> None:
+        """Raise RoutingFormatError for a size that no model has: it would claim memory that no payload carries."""
+        for name, size, high in (
+            ("num_experts", self.num_experts, MAX_NUM_EXPERTS),
+            ("top_k", self.top_k, self.num_experts),
+            ("num_hidden_layers", self.num_hidden_layers, MAX_HIDDEN_LAYERS),
+        ):
+            if not 1 <= size <= high:
+                raise RoutingFormatError(f"{name} is {short_repr(size)}; expected 1 to {high}")
+        num_moe_layers = len(self.moe_layer_ids)
+        if not 1 <= num_moe_layers <= self.num_hidden_layers:
+            raise RoutingFormatError(
+                f"moe_layer_ids has {num_moe_layers} layers; expected 1 to {self.num_hidden_layers}, num_hidden_layers"
             )
 
     def to_json(self) -> dict[str, object]:
@@ -154,8 +177,18 @@ def to_record(
 ) -> RoutedExperts:
     """Join canonical ids with their metadata; raises RoutingFormatError where the two disagree.
 
-    `valid` None takes the bits of the metadata."""
-    valid = metadata.unpack_valid() if valid is None else valid
+    `valid` None takes the bits of the metadata; where both are there, they must be the same."""
+    if ids.shape != (expected_shape := (metadata.shape[0], len(metadata.moe_layer_ids), metadata.top_k)):
+        raise RoutingFormatError(
+            f"ids have the shape {list(ids.shape)}; expected {list(expected_shape)}, as routed_experts_info says"
+        )
+    bits = metadata.unpack_valid()
+    if valid is not None and bits is not None and not np.array_equal(valid, bits):
+        raise RoutingFormatError(
+            "valid marks other rows as missing than the bits of routed_experts_info.valid; expected the same rows: "
+            "leave one of them out"
+        )
+    valid = bits if valid is None else valid
     num_missing = 0 if valid is None else int(valid.size - np.count_nonzero(valid))
     if num_missing != metadata.missing_rows or (valid is not None and valid.shape != ids.shape[:1]):
         raise RoutingFormatError(
@@ -272,17 +305,17 @@ def _to_json(value: object) -> object:
 
 
 def _refuse(key: str, value: object, expected: str) -> NoReturn:
-    raise RoutingFormatError(f"routed_experts_info.{key} is {value!r}; expected {expected}")
+    raise RoutingFormatError(f"routed_experts_info.{key} is {short_repr(value)}; expected {expected}")
 
 
-def _int(key: str, value: object, *, low: int = 0) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        _refuse(key, value, f"an integer of at least {low}")
+def _int(key: str, value: object, *, low: int = 0, high: int = _MAX_COUNT) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        _refuse(key, value, f"an integer of {low} to {high}")
     return value
 
 
 def _dense_fill(key: str, value: object) -> int | None:
-    return None if value is None else _int(key, value, low=-1)
+    return None if value is None else _int(key, value, low=-1, high=0)
 
 
 def _bool(key: str, value: object) -> bool:
@@ -315,13 +348,11 @@ def _optional_text(*allowed: str) -> "_Parser":
     return parse
 
 
-def _ints(key: str, value: object) -> tuple[int, ...]:
+def _ints(key: str, value: object, *, high: int = _MAX_COUNT) -> tuple[int, ...]:
     if not isinstance(value, list | tuple):
         _refuse(key, value, "a list of integers")
     items = cast("list[object]", value)
-    if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items):
-        _refuse(key, value, "integers of at least 0")
-    return tuple(cast("list[int]", items))
+    return tuple(_int(key, item, high=high) for item in items)
 
 
 def _shape(key: str, value: object) -> tuple[int, ...]:
@@ -334,7 +365,7 @@ def _shape(key: str, value: object) -> tuple[int, ...]:
 def _spans(key: str, value: object) -> tuple[tuple[int, ...], ...]:
     if not isinstance(value, list | tuple):
         _refuse(key, value, "a list of [lo, hi, version]")
-    triples = tuple(_ints(key, span) for span in cast("list[object]", value))
+    triples = tuple(_ints(key, span, high=_MAX_VERSION) for span in cast("list[object]", value))
     for triple in triples:
         if len(triple) != 3:
             raise RoutingFormatError(f"routed_experts_info.{key} holds {list(triple)}; expected [lo, hi, version]")

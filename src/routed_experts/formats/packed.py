@@ -12,6 +12,8 @@ import numpy as np
 import pybase64
 from jaxtyping import Int
 
+from routed_experts.core.capture_spec import MAX_HIDDEN_LAYERS, MAX_NUM_EXPERTS
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import RoutingFormatError
 from routed_experts.formats.base64_text import decode_base64
 
@@ -38,15 +40,21 @@ def decode(payload: object) -> Int[np.ndarray, "R columns K"]:
     fields = cast("Mapping[str, object]", payload)
     dtype, shape = fields.get("dtype"), fields.get("shape")
     if dtype not in _DTYPES:
-        raise RoutingFormatError(f"packed rows have the dtype {dtype!r}; expected one of {', '.join(_DTYPES)}")
+        raise RoutingFormatError(
+            f"packed rows have the dtype {short_repr(dtype)}; expected one of {', '.join(_DTYPES)}"
+        )
     sizes: Sequence[object] = shape if isinstance(shape, list | tuple) else ()
     if len(sizes) != 3 or not all(type(size) is int and size >= 0 for size in sizes):
-        raise RoutingFormatError(f"packed rows have the shape {shape!r}; expected [rows, layers, top_k]")
+        raise RoutingFormatError(f"packed rows have the shape {short_repr(shape)}; expected [rows, layers, top_k]")
+    num_layers, top_k = cast("Sequence[int]", sizes)[1:]
+    for name, size, high in (("layers", num_layers, MAX_HIDDEN_LAYERS), ("top_k", top_k, MAX_NUM_EXPERTS)):
+        if not 1 <= size <= high:  # a row without ids would bound no number of rows
+            raise RoutingFormatError(f"packed rows have {short_repr(size)} {name}; expected 1 to {high}")
     encoded, expected = decode_base64(fields.get("data")), np.dtype(str(dtype)).newbyteorder("<")
     num_bytes = math.prod(cast("Sequence[int]", sizes)) * expected.itemsize
     if len(encoded) != num_bytes:
         raise RoutingFormatError(
-            f"packed rows hold {len(encoded)} bytes; expected {num_bytes} for {dtype}{list(sizes)}"
+            f"packed rows hold {len(encoded)} bytes; expected {short_repr(num_bytes)} for {dtype} of that shape"
         )
     return np.frombuffer(encoded, expected).reshape(cast("Sequence[int]", sizes))
 

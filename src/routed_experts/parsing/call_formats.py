@@ -17,7 +17,8 @@ Rules of all formats:
 * VALUEs of XML have the types of the tool's schema. One that must be a string is passed on while it arrives; another is
   passed on when it is complete: as JSON if it is JSON of an allowed type, else as a string. Qwen3-Coder writes a line
   break on either side of a VALUE.
-* The end marker of a call that has started is never content, even where other text stands before it."""
+* The end marker of a call that has started is never content, even where other text stands before it. Nor is the
+  beginning of such a marker at the end of the text, which max_tokens may cut."""
 
 from collections.abc import Callable, Generator, Mapping
 from types import MappingProxyType
@@ -49,14 +50,14 @@ _FENCE = "```"
 
 def json_calls(reader: Reader, writer: DeltaWriter, tools: Tools) -> Steps:
     """Read the calls of Hermes and Qwen."""
-    markers = [_CALL]
-    while (marker := (yield from reader.read_until(markers, writer.content))) is not None:
+    ends: list[str] = []
+    while (marker := (yield from reader.read_until([_CALL, *ends], writer.content, silent=ends))) is not None:
         if marker == _CALL_END:
-            markers = [_CALL]
+            ends = []
             continue
         reader.start_record(_CALL)
         if (yield from _JsonCall(reader, writer).read()):
-            markers = [_CALL, _CALL_END]
+            ends = [_CALL_END]
         else:
             writer.content(reader.record)
 
@@ -143,8 +144,9 @@ def _read_key(reader: Reader) -> Generator[None, None, str | None]:
 
 
 def listed_calls(reader: Reader, writer: DeltaWriter) -> Steps:
-    """Read a list of calls that a grammar has forced: `[{"name": NAME, "parameters": VALUE}, ...]`. One that is cut
-    before its arguments is content, with the bracket or comma before it."""
+    """Read a list of calls that a grammar has forced: `[{"name": NAME, "parameters": VALUE}, ...]`. A first one that
+    is cut before its arguments is content, with the bracket before it; a further one that is cut there is left out."""
+    has_calls = False
     while True:
         reader.start_record("")
         while (character := (yield from reader.skip_whitespace())) in ("[", ",", "]"):
@@ -153,6 +155,9 @@ def listed_calls(reader: Reader, writer: DeltaWriter) -> Steps:
             return
         if not (yield from _JsonCall(reader, writer).read()):
             break
+        has_calls = True
+    if has_calls and not (yield from reader.peek()):
+        return
     writer.content(reader.record)
     yield from reader.read_until([], writer.content)
 
@@ -167,7 +172,10 @@ def named_call(reader: Reader, writer: DeltaWriter, name: str) -> Steps:
 def xml_calls(reader: Reader, writer: DeltaWriter, tools: Tools) -> Steps:
     """Read the calls of Qwen3-Coder. `<tool_call>` may be missing, as the model leaves it out at times."""
     ends: list[str] = []
-    while (marker := (yield from reader.read_until([_CALL, _FUNCTION, *ends], writer.content))) is not None:
+    while True:
+        marker = yield from reader.read_until([_CALL, _FUNCTION, *ends], writer.content, silent=ends)
+        if marker is None:
+            return
         if marker in ends:
             ends = [] if marker == _CALL_END else [_CALL_END]
             continue
@@ -211,10 +219,10 @@ def _xml_arguments(reader: Reader, writer: DeltaWriter, parameters: object) -> G
 
 def glm_calls(reader: Reader, writer: DeltaWriter, tools: Tools) -> Steps:
     """Read the calls of GLM-4.5."""
-    markers = [_CALL]
-    while (marker := (yield from reader.read_until(markers, writer.content))) is not None:
+    ends: list[str] = []
+    while (marker := (yield from reader.read_until([_CALL, *ends], writer.content, silent=ends))) is not None:
         if marker == _CALL_END:
-            markers = [_CALL]
+            ends = []
             continue
         reader.start_record(_CALL)
         yield from reader.skip_whitespace()
@@ -228,7 +236,7 @@ def glm_calls(reader: Reader, writer: DeltaWriter, tools: Tools) -> Steps:
             continue
         writer.start_call(name)
         is_closed = yield from _glm_arguments(reader, writer, tools.get(name), marker)
-        markers = [_CALL] if is_closed else [_CALL, _CALL_END]
+        ends = [] if is_closed else [_CALL_END]
 
 
 def _glm_arguments(
@@ -299,9 +307,9 @@ class _ValueText:
 def deepseek_calls(reader: Reader, writer: DeltaWriter, tools: Tools, *, has_kind: bool) -> Steps:
     """Read the calls of DeepSeek V3, whose calls begin with their kind and have a fenced block, or of V3.1. The markers
     of the section of calls are never content."""
-    markers = [CALLS_BEGIN, CALLS_END, CALL_BEGIN]
-    while (marker := (yield from reader.read_until(markers, writer.content))) is not None:
-        markers = [CALLS_BEGIN, CALLS_END, CALL_BEGIN]
+    markers, ends = [CALLS_BEGIN, CALLS_END, CALL_BEGIN], list[str]()
+    while (marker := (yield from reader.read_until([*markers, *ends], writer.content, silent=ends))) is not None:
+        ends = []
         if marker != CALL_BEGIN:
             continue
         reader.start_record(CALL_BEGIN)
@@ -322,7 +330,7 @@ def deepseek_calls(reader: Reader, writer: DeltaWriter, tools: Tools, *, has_kin
             yield from reader.read_marker([_FENCE])
         yield from reader.skip_whitespace()
         if (yield from reader.read_marker([CALL_END])) is None:
-            markers = [*markers, CALL_END]
+            ends = [CALL_END]
 
 
 def _deepseek_name(reader: Reader, *, has_kind: bool) -> Generator[None, None, str | None]:

@@ -5,7 +5,7 @@ not, as one has several: Qwen3-MoE has models of Qwen3 and of Qwen3-Coder, Deeps
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from routed_experts.core.error_text import suggestion
@@ -93,6 +93,10 @@ class ResponseFormat:
     def is_harmony(self) -> bool:
         """Whether the text is messages of GPT-OSS, whose headers are never content."""
         return self.has_headers or HARMONY in (self.tool_calls, self.reasoning)
+
+    def without_forced_reasoning(self) -> "ResponseFormat":
+        """Return the format of a response whose reasoning, if there is any, begins with its marker."""
+        return replace(self, reasoning="think") if self.reasoning == "forced" else self
 
     def without_reasoning(self) -> "ResponseFormat":
         """Return the format with reasoning as content."""

@@ -94,9 +94,12 @@ class Reader:
         self._position = len(self._text)
         return True
 
-    def read_until(self, markers: Sequence[str], emit: Callable[[str], None]) -> Generator[None, None, str | None]:
+    def read_until(
+        self, markers: Sequence[str], emit: Callable[[str], None], *, silent: Sequence[str] = ()
+    ) -> Generator[None, None, str | None]:
         """Read up to the first of `markers`, which is read, too, and returned; None at the end of the text. Text before
-        it is emitted as soon as no marker can begin in it."""
+        it is emitted as soon as no marker can begin in it. `silent`: those of which no beginning is emitted at the end
+        of the text."""
         first_characters = {marker[0] for marker in markers}
         while True:
             starts = [at for character in first_characters if (at := self._text.find(character, self._position)) >= 0]
@@ -107,9 +110,10 @@ class Reader:
                     self._emit_up_to(at, emit)
                     self._position += len(marker)
                     return marker
-            held = self._held_from(markers) if starts and not self._is_closed else len(self._text)
+            held = self._held_from(silent if self._is_closed else markers) if starts else len(self._text)
             self._emit_up_to(held, emit)
             if self._is_closed:
+                self._position = len(self._text)
                 return None
             yield
 

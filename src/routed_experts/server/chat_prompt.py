@@ -47,6 +47,11 @@ class ChatPrompt:
             self.response_format, prompt=self.text, continued=self.continued, tools=tools, max_calls=max_calls
         )
 
+    def after_reasoning(self) -> "ChatPrompt":
+        """Return the prompt of a response that continues content: reasoning is behind it, unless its marker begins
+        some."""
+        return dataclasses.replace(self, response_format=self.response_format.without_forced_reasoning())
+
     def with_markers(
         self, server: ServerState, requests: Sequence[TokenizedGenerateReqInput]
     ) -> Sequence[TokenizedGenerateReqInput]:

@@ -46,7 +46,9 @@ def render(
         return text
     end = text.rfind(_CUT)
     if end < 0:
-        message = "continue_final_message, but the chat template leaves out the last message; send another message last"
+        message = (
+            f"{PARAM}: the chat template leaves out the last message, which the answer is to continue; send another"
+        )
         raise InvalidRequestError(message, param="continue_final_message")
     return text[:end].replace(_CUT, "")
 

@@ -150,6 +150,14 @@ def test_what_a_response_cannot_be_is_refused_by_name(server, body, param, code)
     assert param.rpartition(".")[2] in error["message"] or param == "chat_template_kwargs"
 
 
+@pytest.mark.parametrize("arguments", ['{"city": ', "[]", "NaN"])
+def test_faulty_arguments_of_an_earlier_call_are_named_by_their_item(server, arguments):
+    call = {"type": "function_call", "call_id": "a", "name": "now", "arguments": arguments}
+    items = [{"role": "user", "content": "x"}, call, {"type": "function_call_output", "call_id": "a", "output": "y"}]
+    error = parse_error(server.post("/v1/responses", {"input": items}), 400)
+    assert error["message"].startswith("input[1].arguments is ") and error["param"] == "input"
+
+
 def message(server, status=200, **body):
     response = server.post("/v1/messages", {"messages": messages(), "max_tokens": 100, "temperature": 0, **body})
     assert response.status_code == status, response.text
@@ -206,6 +214,53 @@ def test_the_events_of_a_message_join_to_it(server, script):
         "<thought>": ["thinking", "text", "tool_use"],
         "<plain>": ["text"],
     }[script]
+
+
+@pytest.mark.parametrize("script", ["<calls>", "<thought>", "<plain>"])
+def test_an_answer_continues_the_last_message_of_the_assistant(server, script):
+    """The script's name ends the message, so that the model goes on from there."""
+    begun = f"I begin so: {script}"
+    whole = message(server, tools=BLOCK_TOOLS, **with_script(script))["content"]
+    for content in (begun, [{"type": "text", "text": "I begin so: "}, {"type": "text", "text": script}]):
+        body = {"messages": [*messages(), {"role": "assistant", "content": content}], "tools": BLOCK_TOOLS}
+        answer = message(server, **body)
+        assert [{**block, "id": ""} for block in answer["content"]] == [{**block, "id": ""} for block in whole]
+        assert "begin" not in json.dumps(answer)
+        texts = [event["delta"].get("text", "") for event in message_events(server, **body) if "delta" in event]
+        assert "".join(texts) == "".join(block.get("text", "") for block in whole)
+    conversation = [*messages(), {"role": "assistant", "content": begun}]
+    usage = message(server, messages=conversation)["usage"]
+    fields = {"continue_final_message": True, "add_generation_prompt": False}
+    expected = chat_usage(server, messages=conversation, **fields)["prompt_tokens"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == expected
+    assert server.post("/v1/messages/count_tokens", {"messages": conversation}).json() == {"input_tokens": expected}
+
+
+def test_text_that_continues_a_message_is_no_reasoning(engine):
+    with running(engine, reasoning_parser="deepseek-r1") as server:
+        for begun, kinds in (("So: <plain>", ["text"]), ("So: <thought>", ["thinking", "text"])):
+            answer = message(server, messages=[*messages(), {"role": "assistant", "content": begun}])
+            assert [block["type"] for block in answer["content"]] == kinds, answer
+        assert [block["type"] for block in message(server)["content"]] == ["thinking"]
+
+
+def test_a_last_message_that_cannot_be_continued_is_refused(server):
+    use = {"type": "tool_use", "id": "toolu_1", "name": "now", "input": {}}
+    last = {"role": "assistant", "content": [{"type": "text", "text": "a"}, use]}
+    response = server.post("/v1/messages", {"messages": [*messages(), last], "max_tokens": 5})
+    error = anthropic_error(response, 400)
+    assert error["param"] == "messages[1]" and "tool_result" in error["message"]
+
+
+def test_a_last_message_that_the_template_leaves_out_is_refused(server):
+    body = {"messages": [*messages(), {"role": "assistant", "content": "a"}]}
+    body |= {"max_tokens": 5, "chat_template_kwargs": {"hide_last": True}}
+    for path, fields, field in (
+        ("/v1/messages", {}, "messages"),
+        ("/v1/chat/completions", {"continue_final_message": True}, "continue_final_message"),
+    ):
+        error = server.post(path, {**body, **fields}).json()["error"]
+        assert error["param"] == field and error["message"].startswith(f"{field}: the chat template leaves out"), error
 
 
 def test_a_message_thinks_only_if_it_is_asked_to(server):

@@ -1,7 +1,7 @@
 """ScoreControl: validates what is to be scored, and scores it with the served weights. Dims: S tokens of a sequence."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,10 +10,12 @@ from jaxtyping import Int32
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import (
+    PARAM,
     CaptureDisabledError,
     InvalidRequestError,
     PromptTooLongError,
     RoutingAlignmentError,
+    prompt_index,
 )
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.weight_version import WeightVersion
@@ -35,7 +37,7 @@ class ScoreControl:
         """`Engine.score`, a list also for one sequence."""
         self._context.check_not_released("score")
         several = is_nested(token_ids)
-        sequences = [self._check_ids(ids) for ids in (token_ids if several else [token_ids])]
+        sequences = list(self._sequences(token_ids if several else [token_ids]))
         records: Sequence[RoutedExperts | None] | None = None
         if routed is not None:
             records = list(routed) if several and isinstance(routed, Iterable) else [routed]
@@ -58,21 +60,28 @@ class ScoreControl:
             return [dataclasses.replace(output, routed_experts=None) for output in outputs]
         return outputs
 
+    def _sequences(self, several: Sequence[Any]) -> Iterator[Int32[np.ndarray, " S"]]:
+        """The token ids of each sequence. The error of one of several holds its index."""
+        for index, ids in enumerate(several):
+            with prompt_index(index if len(several) > 1 else None, "token_ids"):
+                checked = self._check_ids(ids)
+            yield checked
+
     def _check_ids(self, ids: Any) -> Int32[np.ndarray, " S"]:
         """Token ids of one sequence, of this model and within its context."""
         is_list = ids.ndim == 1 if isinstance(ids, np.ndarray) else isinstance(ids, Sequence)
         is_list = is_list and len(ids) > 0
         if not is_list or not all(isinstance(part, int | np.integer) and not isinstance(part, bool) for part in ids):
-            text = f"token_ids={short_repr(ids)} must be at least one token id, or a list of such lists"
+            text = f"{PARAM}={short_repr(ids)} must be at least one token id, or a list of such lists"
             raise InvalidRequestError(text, param="token_ids")
         vocab, context = self._context.components.vocab_size, self._context.components.context_length
         wrong = [token for token in ids if not 0 <= token < vocab]
         if wrong:
             token = short_repr(int(wrong[0]))
-            text = f"token_ids holds the token id {token}, outside 0..{vocab - 1}; use this model's ids"
+            text = f"{PARAM} holds the token id {token}, outside 0..{vocab - 1}; use this model's ids"
             raise InvalidRequestError(text, param="token_ids")
         if len(ids) > context:
-            text = f"token_ids has {len(ids)} tokens, above the context of {context}; cut it"
+            text = f"{PARAM} has {len(ids)} tokens, above the context of {context}; cut it"
             raise PromptTooLongError(text, param="token_ids")
         return np.asarray(ids, np.int32)
 

@@ -1,9 +1,11 @@
 """Incremental detokenization of one sequence: text deltas that are final, cut at the first stop string.
 
-Joined deltas equal the one-shot decode of all tokens, cut at the stop string that completes first (of those that
-complete together, the longest). An unfinished character is held back, and so is text that may begin a stop string. Work
-grows linearly with tokens and characters in all cases: an automaton, because searches of the standard library
-read the held text again for every token.
+The text of an output continues that of its prompt, whose last token is the context of the first one: a decoder may
+strip the space before the first word of a text. Joined deltas equal what the one-shot decode of all tokens adds to that
+of the prompt, cut at the stop string that completes first (of those that complete together, the longest). An unfinished
+character is held back, and so is text that may begin a stop string. Work grows linearly with tokens and characters in
+all cases: an automaton, because searches of the standard library read the held text again for every token. Dims: S
+tokens of the prompt.
 
     tokens -> text that can no longer change -> text that no stop string can claim -> deltas
               (_ByteLevelText or _WindowText)   (_StopMatcher)"""
@@ -14,17 +16,25 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from jaxtyping import Int
+
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.engine.requests.tokenizer import Tokenizer
 
+_PROMPT_TOKENS = 5  # at the end of a prompt, searched for one with text, as SGLang has it; raw bytes do not count
+_MAX_PROMPT_TOKENS = 256  # raw bytes included
+
 
 class IncrementalDetokenizer:
-    """The detokenizer of one sequence. After a stop string, or `finish`, it returns no more text."""
+    """The detokenizer of one sequence. After a stop string, or `finish`, it returns no more text. `prompt_ids` precede
+    the tokens: their text is not returned, and no stop string matches in it."""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         *,
+        prompt_ids: Sequence[int] | Int[np.ndarray, " S"] = (),
         skip_special_tokens: bool = True,
         visible_special_ids: frozenset[int] = frozenset(),
         stop: tuple[str, ...] = (),
@@ -35,8 +45,11 @@ class IncrementalDetokenizer:
             raise InvalidRequestError(
                 "stop holds an empty string; each needs at least one character; leave it out", param="stop"
             )
-        source = _ByteLevelText if tokenizer.byte_level else _WindowText
-        self._text: _ByteLevelText | _WindowText = source(tokenizer, skip_special_tokens, visible_special_ids)
+        self._text: _ByteLevelText | _WindowText
+        if tokenizer.byte_level:
+            self._text = _ByteLevelText(tokenizer, skip_special_tokens, visible_special_ids)
+        else:
+            self._text = _WindowText(tokenizer, skip_special_tokens, visible_special_ids, prompt_ids)
         self._matcher = _StopMatcher(stop)
         self._include_stop_str, self._min_tokens = include_stop_str, min_tokens
         self._held = ""  # final, but possibly the beginning of a stop string
@@ -180,13 +193,19 @@ class _ByteLevelText:
 class _WindowText:
     """Decoders whose text depends on the token before (a leading space) or, for raw bytes, on the whole run of them.
 
-    One token of context is kept. Raw bytes wait for the token after their run: one invalid byte turns all of them into
-    U+FFFD."""
+    One token of context is kept, at first one of the prompt that is no raw byte. Raw bytes wait for the token after
+    their run: one invalid byte turns all of them into U+FFFD."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, visible: frozenset[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool,
+        visible: frozenset[int],
+        prompt_ids: Sequence[int] | Int[np.ndarray, " S"],
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip, self._visible = skip_special_tokens, visible
-        self._context: list[int] = []
+        self._context = self._prompt_context(prompt_ids)
         self._waiting: list[int] = []
         self.work = 0
 
@@ -194,9 +213,7 @@ class _WindowText:
         return "".join(map(self._feed_one, token_ids))
 
     def _feed_one(self, token_id: int) -> str:
-        tokenizer = self._tokenizer
-        is_hidden = self._skip and tokenizer.is_special(token_id) and token_id not in self._visible
-        if is_hidden or not tokenizer.token_string(token_id):
+        if not self._has_text(token_id):
             return ""
         self._waiting.append(token_id)
         return "" if self._tokenizer.is_byte(token_id) else self.flush()
@@ -208,6 +225,24 @@ class _WindowText:
         assert both.startswith(before), (self._context, self._waiting, before, both)
         self._context, self._waiting = self._waiting[-1:], []
         return both[len(before) :]
+
+    def _prompt_context(self, prompt_ids: Sequence[int] | Int[np.ndarray, " S"]) -> list[int]:
+        """The last token of the prompt that has text of its own, near the end of the prompt."""
+        num_tokens = 0
+        for token_id in map(int, prompt_ids[: -_MAX_PROMPT_TOKENS - 1 : -1]):
+            if self._tokenizer.is_byte(token_id):
+                continue
+            if self._has_text(token_id):
+                return [token_id]
+            num_tokens += 1
+            if num_tokens == _PROMPT_TOKENS:
+                break
+        return []
+
+    def _has_text(self, token_id: int) -> bool:
+        """Whether a token is in the vocabulary and is shown."""
+        is_hidden = self._skip and self._tokenizer.is_special(token_id) and token_id not in self._visible
+        return not is_hidden and bool(self._tokenizer.token_string(token_id))
 
     def fork(self) -> "_WindowText":
         other = copy.copy(self)

@@ -169,6 +169,9 @@ class SequenceState:
         if prompt is not None:
             token_ids = self.request.input_ids[self.request.logprob_start_len :].tolist()
             self.input_logprobs = [self._entry(*pair) for pair in zip(prompt.values, token_ids, strict=True)]
+            if self.request.logprob_start_len == 0 and self._tokenizer is not None:  # it begins the text
+                text = self._tokenizer.decode(token_ids[:1], skip_special_tokens=False)
+                self.input_logprobs[:1] = [self.input_logprobs[0]._replace(text=text)]
             pairs = [self._split_top(top) for top in prompt.top]
             self.input_top_logprobs = [alternatives for alternatives, _ in pairs]
             self.input_given_logprobs = [given for _, given in pairs]
@@ -213,6 +216,7 @@ def _create_detokenizer(request: TokenizedGenerateReqInput, tokenizer: Tokenizer
     sampling = request.sampling
     return IncrementalDetokenizer(
         tokenizer,
+        prompt_ids=request.input_ids,
         skip_special_tokens=sampling.skip_special_tokens,
         visible_special_ids=sampling.visible_special_ids,
         stop=sampling.stop,

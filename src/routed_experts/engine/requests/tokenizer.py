@@ -63,6 +63,7 @@ class Tokenizer:
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.byte_level = tuple(decoders) == ("ByteLevel",)
         self._byte_fallback = "ByteFallback" in decoders
+        self._marks_spaces = not {"Metaspace", "Replace"}.isdisjoint(decoders)  # a decoder may strip the first one
         self._bytes: dict[int, bytes] = {}  # caches of single tokens: each is needed whenever it is generated
         self._texts: dict[int, str] = {}
 
@@ -170,10 +171,14 @@ class Tokenizer:
         return self._backend.id_to_token(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token by itself, special tokens included."""
+        """What one token adds to running text, special tokens included."""
         text = self._texts.get(token_id)
         if text is None:
-            text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+            if self._marks_spaces:
+                text = self.token_bytes(token_id).decode("utf-8", "replace")
+            else:
+                text = self.decode([token_id], skip_special_tokens=False)
+            self._texts[token_id] = text
         return text
 
     def is_byte(self, token_id: int) -> bool:

@@ -1,4 +1,5 @@
-"""POST /v1/messages and /v1/messages/count_tokens. Nothing is stored. The model thinks if `thinking` asks for it."""
+"""POST /v1/messages and /v1/messages/count_tokens. Nothing is stored. The model thinks if `thinking` asks for it. An
+answer to messages that end with one of the assistant continues that message, and holds the new text alone."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -41,7 +42,8 @@ from routed_experts.server.tools import ToolChoice, ToolOptions, check_tools
 
 # The fields of this route by the engine's parameters, for errors.
 _FIELDS = MappingProxyType(
-    dict.fromkeys(("prompt", "text", "input_ids"), "messages") | {"stop": "stop_sequences", "rid": "request_id"}
+    dict.fromkeys(("prompt", "text", "input_ids", "continue_final_message"), "messages")
+    | {"stop": "stop_sequences", "rid": "request_id"}
 )
 _SAMPLING_FIELDS = "temperature top_p top_k min_p ignore_eos max_tokens".split()
 _UNUSED = ("metadata", "service_tier")  # fields without effect
@@ -124,12 +126,26 @@ async def _prompt(
         raise InvalidRequestError(text, param="thinking")
     scalars: dict[str, Scalar] = {"enable_thinking": _THINKING[kind], "thinking": _THINKING[kind]}
     scalars |= call.chat_template_kwargs or {}
-    return await run_in_thread_if_large(
-        body.num_bytes,
-        lambda: build_prompt(
-            server, to_messages(call.messages, call.system), tools, scalars=scalars, structured=structured
-        ),
-    )
+    continues = bool(call.messages) and call.messages[-1].role == "assistant"
+
+    def build() -> ChatPrompt:
+        converted = to_messages(call.messages, call.system)
+        if continues and converted[-1].tool_calls:
+            path = f"messages[{len(call.messages or ()) - 1}]"
+            text = f"{path} is the last message and uses tools; send their results (tool_result) after it"
+            raise InvalidRequestError(text, param=path)
+        prompt = build_prompt(
+            server,
+            converted,
+            tools,
+            scalars=scalars,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+            structured=structured,
+        )
+        return prompt.after_reasoning() if continues else prompt
+
+    return await run_in_thread_if_large(body.num_bytes, build)
 
 
 def to_messages(

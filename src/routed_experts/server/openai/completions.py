@@ -154,7 +154,8 @@ def _prompts(
     texts = [part for part in parts if isinstance(part, str)]
     if len(texts) == len(parts):
         if "" in texts or not texts:
-            raise InvalidRequestError("prompt holds no text; send at least one character", param="prompt")
+            name = f"prompt[{texts.index('')}]" if len(texts) > 1 else "prompt"
+            raise InvalidRequestError(f"{name} holds no text; send at least one character", param="prompt")
         server.engine.check_num_prompts("prompt", len(texts))  # before they are tokenised
         tokenizer = server.tokenizer("prompt")
         add_special_tokens, most = completion.add_special_tokens is not False, server.engine.context_length

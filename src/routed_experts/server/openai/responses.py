@@ -28,7 +28,7 @@ from routed_experts.server.openai.response_items import ResponseWriter
 from routed_experts.server.protocol import ChatMessage, Function, FunctionCall, ResponsesRequest, Tool, ToolCall
 from routed_experts.server.sse import StreamForm
 from routed_experts.server.state import ServerState
-from routed_experts.server.tools import ToolChoice, ToolOptions, check_tools
+from routed_experts.server.tools import ToolChoice, ToolOptions, check_tools, parse_arguments
 
 # The fields of this route by the engine's parameters, for errors.
 _FIELDS = MappingProxyType(
@@ -144,12 +144,14 @@ def _add_item(messages: list[ChatMessage], names: dict[str, str], item: Mapping[
         else:
             messages.append(ChatMessage(role=_string(item["role"], f"{path}.role"), content=content))
     elif kind == "function_call":
+        arguments = _string(item.get("arguments"), f"{path}.arguments")
+        parse_arguments(arguments, f"{path}.arguments", param="input")
         call = ToolCall(
             id=_string(item.get("call_id"), f"{path}.call_id"),
             type="function",
             function=FunctionCall(
                 name=_string(item.get("name"), f"{path}.name"),
-                arguments=_string(item.get("arguments"), f"{path}.arguments"),
+                arguments=arguments,
             ),
         )
         if last is None:

@@ -126,7 +126,9 @@ async def _score_labels(request: Request, server: ServerState, body: ParsedBody[
         with field_names({"token_ids": "items"}):
             outputs = await run_until_disconnect(
                 request,
-                server.score_executor.run(lambda: _score_in_chunks(server, sequences, None, cancelled)),
+                server.score_executor.run(
+                    lambda: _score_in_chunks(server, sequences, None, cancelled, num_per_prompt=len(labels))
+                ),
                 timeout_s=server.settings.request_timeout,
             )
     finally:
@@ -186,6 +188,9 @@ def _sequences(fields: ScoreRequest) -> list[list[int]]:
             "send fewer sequences at once"
         )
         raise InvalidRequestError(text, param="token_ids")
+    if len(ids) > 1 and [] in ids:
+        text = f"token_ids[{ids.index([])}] is empty; send at least one token id of each sequence"
+        raise InvalidRequestError(text, param="token_ids")
     if not ids or not all(isinstance(part, list) and part for part in ids) or len(ids) > MAX_SCORED_SEQUENCES:
         text = f"token_ids must be one sequence of ids, or 1 to {MAX_SCORED_SEQUENCES} of them, none of them empty"
         raise InvalidRequestError(text, param="token_ids")
@@ -234,8 +239,10 @@ def _score_in_chunks(
     cancelled: threading.Event,
     *,
     replay_weights: bool = False,
+    num_per_prompt: int = 1,
 ) -> list[ScoreOutput]:
-    """Score chunks of at most SCORE_CHUNK_TOKENS one after the other, until all are scored or the call is cancelled."""
+    """Score chunks of at most SCORE_CHUNK_TOKENS one after the other, until all are scored or the call is cancelled.
+    `num_per_prompt`: sequences of one prompt, which an error names by its index among several."""
     outputs: list[ScoreOutput] = []
     try:
         while len(outputs) < len(sequences) and not cancelled.is_set():
@@ -251,6 +258,11 @@ def _score_in_chunks(
         raise InvalidRequestError(str(error), param="routed_experts", code=error.code) from error
     except CaptureDisabledError as error:
         raise CaptureDisabledError(str(error), param="routed_experts") from error
+    except InvalidRequestError as error:
+        if error.param != "token_ids":
+            raise
+        index = (len(outputs) + (error.index or 0)) // num_per_prompt  # that of the error counts within its chunk
+        raise error.at_prompt(index if len(sequences) > num_per_prompt else None, "token_ids") from error
 
 
 def _without_weights(output: ScoreOutput) -> ScoreOutput:
