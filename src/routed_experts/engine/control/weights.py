@@ -22,7 +22,7 @@ from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PARAM, WeightsMismatchError
 from routed_experts.engine.control.served_model import ServedModel
 from routed_experts.execution.memory_plan import common_dtype
-from routed_experts.layers.quantized import E4M3, FLOAT32, SCALE, has_nan
+from routed_experts.layers.quantized import CODE_DTYPES, E4M3, FLOAT32, SCALE, has_nan
 from routed_experts.models.decoder.code_selection import without_codes
 from routed_experts.models.decoder.coded_arrays import CodedArray, quantized_arrays
 from routed_experts.models.decoder.decoder import decoder_shapes
@@ -109,6 +109,7 @@ def _matched(
         return {name: _to_array(leaf) for name, leaf in inputs.items()}, expected
     coded = config.coded_arrays
     given = {name: array for name, array in coded.items() if f"{name}{SCALE}" not in inputs}
+    _refuse_scaled({name: inputs.get(name) for name in coded.keys() - given.keys()}, inputs, coded)
     _refuse_plain({name: array for name, array in given.items() if _is_numbers(_to_array(inputs.get(name)))})
     quantized = {name: array for name, array in given.items() if array.format == E4M3}
     layouts = [_served_layout(arrays, quantized), *_plain_layouts(arrays, config, inputs)]
@@ -163,6 +164,19 @@ def _refuse_plain(given: Mapping[str, CodedArray]) -> None:
         text = f"state holds plain numbers for {', '.join(wrong[:_SHOWN])}{more}, served as codes of 4 bits ({forms})"
         fix = "build the engine with quantization='none', or call update_weights_from_disk with a checkpoint of codes"
         raise WeightsMismatchError(f"{text}, to which nothing is quantised here; {fix}", param="state")
+
+
+def _refuse_scaled(scaled: Mapping[str, object], inputs: Mapping[str, object], coded: Mapping[str, CodedArray]) -> None:
+    """Raise where plain arrays come with scales: they are neither codes nor numbers to quantise."""
+    wrong = sorted(name for name, leaf in scaled.items() if _is_numbers(_to_array(leaf)))
+    if wrong:
+        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        pairs = [[f"{part}: {_describe(inputs[part])}" for part in (name, f"{name}{SCALE}")] for name in wrong[:_SHOWN]]
+        text = f"{len(wrong)} arrays of plain numbers come with scales: {'; '.join(map(' with '.join, pairs))}{more}"
+        dtypes = ", ".join(sorted({CODE_DTYPES[coded[name].format].name for name in wrong}))
+        quantised = all(coded[name].format == E4M3 for name in wrong)
+        fix = ", or leave the scales out and the numbers are quantised here" if quantised else ""
+        raise WeightsMismatchError(f"{text}; give codes of {dtypes} with the scales{fix}", param="state")
 
 
 def _short_scales(coded: Mapping[str, CodedArray]) -> set[str]:
@@ -354,13 +368,15 @@ def _is_array(array: object) -> bool:
 
 
 def _matches(new: object, served: Any, *, any_dtype: bool, others: Collection[Any] = ()) -> bool:
-    """Whether an array can be read and has this shape and dtype, or one of the `others`."""
+    """Whether an array can be read and has this shape and dtype, or one of the `others`. `any_dtype`: or another dtype
+    of floats, but for codes, which no cast may round."""
     array = _to_array(new)
     if not _is_array(array) or (isinstance(array, jax.Array) and array.is_deleted()):
         return False
     if others:
         return array.shape == served.shape and array.dtype in others
-    if any_dtype and _is_castable(array.dtype) and jnp.issubdtype(served.dtype, jnp.inexact):
+    takes_casts = jnp.issubdtype(served.dtype, jnp.inexact) and served.dtype not in CODE_DTYPES.values()
+    if any_dtype and takes_casts and _is_castable(array.dtype):
         return array.shape == served.shape
     return (array.dtype, array.shape) == (served.dtype, served.shape)
 
