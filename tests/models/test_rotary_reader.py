@@ -52,7 +52,7 @@ def test_frequencies_and_magnitude_are_those_of_transformers(name, spelling):
         rotary = read(rope_scaling=old | {"type": section["rope_type"]}, rope_theta=section["rope_theta"])
     np.testing.assert_allclose(rotary.spec.inverse, expected.numpy(), rtol=1e-6)
     assert rotary.spec.magnitude == pytest.approx(magnitude, rel=1e-6)
-    assert rotary.context_length == (64 if section["rope_type"] == "longrope" else None)
+    assert rotary.context_length == {"longrope": 64, "dynamic": LENGTH}.get(section["rope_type"])
     assert (rotary.kind, rotary.theta) == (section["rope_type"], section["rope_theta"])
 
 

@@ -18,7 +18,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "pro
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary:
     """The frequencies, their base and kind; what `mscale_all_dim` multiplies the scale of latent attention by, with any
-    kind but default (DeepSeek); and the length up to which they hold, None where the config's own length holds."""
+    kind but default (DeepSeek); and the length of a sequence up to which they hold, None where they hold for any."""
 
     spec: RotarySpec
     theta: float
@@ -90,8 +90,10 @@ def _scaled(
     if kind in ("linear", "dynamic"):
         factor = section.float("factor")
         section.require(factor >= 1, "factor", "a number of at least 1")
+        if kind == "linear":
+            return scaled(inverse / np.float32(factor), factor)
         # dynamic positions are inverse ones up to the trained length, which is all that is served
-        return scaled(inverse if kind == "dynamic" else inverse / np.float32(factor), factor)
+        return dataclasses.replace(scaled(inverse, factor), context_length=trained)
     top_level = reader.int("original_max_position_embeddings", minimum=1, default=trained)
     original = section.int("original_max_position_embeddings", minimum=1, default=top_level)
     same = original == top_level or not reader.has("original_max_position_embeddings")

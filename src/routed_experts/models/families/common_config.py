@@ -25,6 +25,7 @@ class Sizes:
     norm_eps: float
     tie_embeddings: bool
     context_length: int
+    position_limit: int | None = None
 
     def attention(self, rotary: RotarySpec | None) -> GroupedAttention:
         """Grouped-query attention without any of a family's additions."""
@@ -39,13 +40,19 @@ class Sizes:
     def decoder(
         self, layers: Sequence[LayerSpec], *, ignored_tensors: tuple[str, ...] = (), num_predicting: int = 0
     ) -> FamilyConfig:
-        """A decoder of these layers; the `num_predicting` layers after them predict further tokens and are not run."""
+        """A decoder of these layers; the `num_predicting` layers after them predict further tokens and are not run. A
+        window or chunk that is as wide as the context is left out: no sequence that is served reaches its end."""
+        reach = {_reach(layer) for layer in layers}
+        wide = {length for length in reach if length >= self.context_length}
+        layers = [_seeing_all(layer) if _reach(layer) in wide else layer for layer in layers]
+        limits = wide if self.position_limit is None else {*wide, self.position_limit}
         return FamilyConfig(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             layers=tuple(layers),
             norm_eps=self.norm_eps,
             context_length=self.context_length,
+            position_limit=min(limits, default=None),
             tie_embeddings=self.tie_embeddings,
             ignored_tensors=ignored_tensors,
             num_predicting=num_predicting,
@@ -53,9 +60,19 @@ class Sizes:
 
     def within(self, rotary: Rotary) -> "Sizes":
         """The same, with context_length cut to the range of its rotary positions."""
-        return (
-            self if rotary.context_length is None else dataclasses.replace(self, context_length=rotary.context_length)
-        )
+        length = rotary.context_length
+        return self if length is None else dataclasses.replace(self, context_length=length, position_limit=length)
+
+
+def _reach(layer: LayerSpec) -> int:
+    """Tokens of the sliding window or of the chunk of a layer; 0 for neither."""
+    return max(layer.mixer.window, layer.mixer.chunk) if isinstance(layer.mixer, GroupedAttention) else 0
+
+
+def _seeing_all(layer: LayerSpec) -> LayerSpec:
+    """The layer without a window and without chunks."""
+    assert isinstance(layer.mixer, GroupedAttention), layer
+    return dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, window=0, chunk=0))
 
 
 def read_sizes(
@@ -120,10 +137,9 @@ def refuse(reader: ConfigReader, key: str, *, allowed: Collection[bool] = (False
     reader.require(reader.bool(key, default=default) in allowed, key, strings)
 
 
-def read_window(reader: ConfigReader, sizes: Sizes) -> int:
-    """Tokens that a layer with a sliding window sees; 0, all of them, where the window is as wide as the context."""
-    window = reader.int("sliding_window", minimum=1, default=sizes.context_length)
-    return window if window < sizes.context_length else 0
+def read_window(reader: ConfigReader) -> int:
+    """Tokens that a layer with a sliding window sees; 0, all of them, without one."""
+    return reader.int("sliding_window", minimum=1) if reader.has("sliding_window") else 0
 
 
 def read_windows(reader: ConfigReader, sizes: Sizes) -> tuple[int, ...]:
@@ -133,7 +149,7 @@ def read_windows(reader: ConfigReader, sizes: Sizes) -> tuple[int, ...]:
         reader.bool("use_sliding_window", default=False),
         reader.int("max_window_layers", minimum=0, default=28),
     )
-    window = read_window(reader.with_default("sliding_window", 4096), sizes) if slides else 0
+    window = read_window(reader.with_default("sliding_window", 4096)) if slides else 0
     default = tuple(_LAYER_TYPES[slides and index >= first] for index in range(sizes.num_layers))
     kinds = reader.strings("layer_types", choices=_LAYER_TYPES, default=default)
     reader.require(len(kinds) == sizes.num_layers, "layer_types", f"{sizes.num_layers} words")
