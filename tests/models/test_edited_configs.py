@@ -56,6 +56,8 @@ EDITED = {  # family: settings of transformers, keys of the file that are set, a
         ),
         (),
     ),
+    "DeepseekV3: weights that null leaves as they are": ("DeepseekV3", {}, dict(norm_topk_prob=None), ()),
+    "DeepseekV3: halves that null rotates": ("DeepseekV3", {}, dict(rope_interleave=None), ()),
     "Qwen3Moe: another name of silu": ("Qwen3Moe", {}, dict(hidden_act="swish"), ()),
     "GptOss: an empty section": ("GptOss", {}, dict(rope_scaling={}), ("rope_parameters",)),
     "BailingHybrid: a part of a head in the section": (
@@ -176,6 +178,14 @@ REFUSED = {  # what transformers reads in a way that no family here does, and wo
         ["rope_theta=700000.0", "rope_scaling"],
     ),
     "a clip of nothing": ("Olmoe", dict(clip_qkv=0.0), ["clip_qkv=0.0", "positive"]),
+    "null for renormalised weights": ("Glm4Moe", dict(norm_topk_prob=None), ["norm_topk_prob=None", "true or false"]),
+    "null for neighbours that rotate": ("Glm4MoeLite", dict(rope_interleave=None), ["rope_interleave=None", "true or"]),
+    "null for biases": ("Qwen2Moe", dict(qkv_bias=None), ["qkv_bias=None", "true or false"]),
+    "null for norms of heads": ("Llama4", dict(use_qk_norm=None), ["use_qk_norm=None", "true or false"]),
+    "null for tuned queries": ("Llama4", dict(attn_temperature_tuning=None), ["temperature_tuning=None", "true or"]),
+    "null for biases of the choice": ("Lfm2Moe", dict(use_expert_bias=None), ["use_expert_bias=None", "true or false"]),
+    "null for tied embeddings": ("Ernie4_5_Moe", dict(tie_word_embeddings=None), ["tie_word_embeddings=None", "true"]),
+    "rotary dims of DeepSeek-V3": ("DeepseekV3", dict(head_dim=2), ["head_dim=2", "qk_rope_head_dim=8"]),
     "windows without a size": (
         "Dots1",
         dict(sliding_window=None, layer_types=["sliding_attention"] * SIZES["num_hidden_layers"]),

@@ -22,6 +22,7 @@ SECTIONS = {
     "dynamic": dict(rope_type="dynamic", rope_theta=1e4, factor=4.0),
     "yarn": YARN,
     "yarn, not rounded": YARN | dict(truncate=False),
+    "yarn, null for rounded": YARN | dict(truncate=None),
     "yarn, other ramp": YARN | dict(beta_fast=20.0, beta_slow=2.0),
     "yarn, magnitude given": YARN | dict(attention_factor=1.3),
     "yarn, two magnitudes": YARN | dict(mscale=0.7, mscale_all_dim=1.1),

@@ -163,7 +163,7 @@ def _yarn(
         rotation_dim(section.float("beta_fast", default=32.0)),
         rotation_dim(section.float("beta_slow", default=1.0)),
     )
-    if section.bool("truncate", default=True):
+    if section.with_null(False, "truncate").bool("truncate", default=True):  # as transformers takes null
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, size - 1)
     ramp = np.clip(

@@ -32,8 +32,13 @@ def read_deepseek_v2(reader: ConfigReader) -> FamilyConfig:
 
 
 def read_deepseek_v3(reader: ConfigReader) -> FamilyConfig:
-    """Read config.json of DeepSeek-V3, Kimi-K2 or Moonlight."""
+    """Read config.json of DeepSeek-V3, Kimi-K2 or Moonlight. transformers takes null of the two switches as false, and
+    rotates `head_dim` dims where the file has it."""
+    reader = reader.with_null(False, "norm_topk_prob", "rope_interleave")
     sizes = read_sizes(reader, latent=True)
+    rotary_dim = reader.int("qk_rope_head_dim", minimum=2)
+    holds = not reader.has("head_dim") or sizes.head_dim == rotary_dim
+    reader.require(holds, "head_dim", f"qk_rope_head_dim={rotary_dim}, or no such key")
     router = read_biased_router(reader, num_groups=8, topk_group=4, scale=2.5)
     first = reader.int("first_k_dense_replace", minimum=0, default=3)
     return latent_decoder(reader, sizes, router, interleaved=read_interleaved(reader), dense=range(first), shared=1)
