@@ -36,8 +36,9 @@ SECTIONS = {
 }
 
 
-def read(part=1.0, **values):
-    return read_rotary(ConfigReader({"max_position_embeddings": LENGTH, **values}, "config.json"), HEAD_DIM, part=part)
+def read(part=1.0, stretched=False, **values):
+    reader = ConfigReader({"max_position_embeddings": LENGTH, **values}, "config.json")
+    return read_rotary(reader, HEAD_DIM, part=part, stretched=stretched)
 
 
 @pytest.mark.parametrize("name", SECTIONS)
@@ -105,6 +106,52 @@ REFUSED = {
         ["high_freq_factor=1.0"],
     ),
     "a part where heads turn whole": (dict(part=None, partial_rotary_factor=0.5), ["partial_rotary_factor=0.5", "1.0"]),
+    "yarn of the base 1": (dict(rope_parameters=YARN | {"rope_theta": 1}), ["rope_theta=1", "above 1"]),
+    "yarn of a base below 1": (dict(rope_parameters=YARN | {"rope_theta": 0.5}), ["rope_theta=0.5", "above 1"]),
+    "a base of which frequencies are infinite": (dict(rope_theta=1e-300), ["rope_theta=1e-300", "float32"]),
+    "fast rotations of 0": (dict(rope_parameters=YARN | {"beta_fast": 0}), ["beta_fast=0", "positive"]),
+    "fast rotations below 0": (dict(rope_parameters=YARN | {"beta_fast": -1.0}), ["beta_fast=-1.0", "positive"]),
+    "slow rotations of 0": (dict(rope_parameters=YARN | {"beta_slow": 0.0}), ["beta_slow=0.0", "positive"]),
+    "slow rotations whose inverse is infinite": (
+        dict(rope_parameters=YARN | {"beta_slow": 5e-324}),
+        ["beta_slow=5e-324"],
+    ),
+    "rotations beyond float32": (dict(rope_parameters=YARN | {"beta_fast": 1e308}), ["beta_fast=1e+308"]),
+    "yarn beyond float32": (dict(rope_parameters=YARN | {"factor": 1e300}), ["factor=1e+300", "float32"]),
+    "linear positions beyond float32": (
+        dict(rope_parameters=SECTIONS["linear"] | {"factor": 1e300}),
+        ["factor=1e+300", "float32"],
+    ),
+    "magnitudes beyond float32": (dict(rope_parameters=YARN | {"mscale_all_dim": 1e300}), ["mscale_all_dim=1e+300"]),
+    "a magnitude below 0": (
+        dict(rope_parameters=YARN | {"mscale": -1.0, "mscale_all_dim": 1.0}),
+        ["mscale=-1.0", "at least 0"],
+    ),
+    "a ramp beyond float32": (
+        dict(rope_parameters=LLAMA3 | dict(low_freq_factor=1.0, high_freq_factor=1e300)),
+        ["high_freq_factor=1e+300", "float32"],
+    ),
+    "longrope of one token": (
+        dict(rope_parameters=LONG | {"original_max_position_embeddings": 1}),
+        ["original_max_position_embeddings=1", "at least 2"],
+    ),
+    "longrope by 0": (dict(rope_parameters=LONG | {"short_factor": [0.0] * 8}), ["short_factor", "positive"]),
+    "longrope beyond float32": (
+        dict(rope_parameters=LONG | {"short_factor": [1e300] * 8}),
+        ["short_factor", "float32"],
+    ),
+    "a stretch beyond float32": (
+        dict(stretched=True, rope_parameters=SECTIONS["dynamic"] | {"alpha": 1e300}),
+        ["alpha=1e+300", "float32"],
+    ),
+    "a base that a stretch makes infinite": (
+        dict(stretched=True, rope_parameters=SECTIONS["dynamic"] | {"rope_theta": 1e300, "alpha": 1e30}),
+        ["alpha=1e+30", "rope_theta is finite"],
+    ),
+    "a base that a stretch makes 0": (
+        dict(stretched=True, rope_parameters=SECTIONS["dynamic"] | {"alpha": 1e-300}),
+        ["alpha=1e-300", "not 0"],
+    ),
     "two trained lengths": (
         dict(rope_scaling=YARN, original_max_position_embeddings=32),
         ["embeddings=64", "32, as at the top level"],

@@ -8,7 +8,7 @@ import dataclasses
 import math
 
 from routed_experts.layers.routing import RouterSpec
-from routed_experts.models.base.config_reader import ConfigReader
+from routed_experts.models.base.config_reader import MAX_HEAD_DIM, ConfigReader
 from routed_experts.models.base.rotary_reader import Rotary, read_rotary
 from routed_experts.models.decoder.dense_beside_sparse import DenseBesideSparse
 from routed_experts.models.decoder.expert_names import ExpertNames, Stacked
@@ -37,7 +37,7 @@ def read_gemma4_text(reader: ConfigReader, *, stem: str = "model.") -> FamilyCon
     """Read config.json of a text model with experts in each layer."""
     sizes = dataclasses.replace(
         read_sizes(reader, tied=True),
-        head_dim=reader.int("head_dim", minimum=2, default=256),
+        head_dim=reader.int("head_dim", minimum=2, maximum=MAX_HEAD_DIM, default=256),
         num_kv_heads=reader.int("num_key_value_heads", minimum=1, default=4),
     )
     reader.str("hidden_activation", default=_GELU, choices=(_GELU,))
@@ -106,10 +106,10 @@ def _attention(
         layers = [_layer_section(reader, index, len(kinds)) for index, own in enumerate(kinds) if own == kind]
         alike = all(layer.values == layers[0].values and layer.values.keys() <= _OWN for layer in layers)
         reader.require(alike, "per_layer_config", f"for all {kind} layers the same {' and '.join(sorted(_OWN))}")
-        head_dim = layers[0].int("head_dim", minimum=2, default=head_dim)
+        head_dim = layers[0].int("head_dim", minimum=2, maximum=MAX_HEAD_DIM, default=head_dim)
         kv_heads = layers[0].int("num_key_value_heads", minimum=1, default=kv_heads)
     elif is_full:
-        head_dim = reader.int("global_head_dim", minimum=2, default=512)
+        head_dim = reader.int("global_head_dim", minimum=2, maximum=MAX_HEAD_DIM, default=512)
         kv_heads = reader.int("num_global_key_value_heads", minimum=1, default=kv_heads) if shared else kv_heads
     reader.require(sizes.num_heads % kv_heads == 0, "num_key_value_heads", f"a divisor of {sizes.num_heads} in {kind}")
     sections = reader.section("rope_parameters")
