@@ -220,3 +220,26 @@ def test_plain_numbers_with_scales_are_refused_before_anything_is_cast(engine, p
     assert answers(engine) == expected and engine.get_weight_version() == version
     engine.update_weights(served, copy=True)
     assert answers(engine) == expected, "codes of the served dtype are taken"
+
+
+@pytest.mark.parametrize("value", [-0.5, -0.0])
+def test_negative_scales_are_refused_and_compile_nothing(engine, plain, value):
+    """As from disk, in arrays of the device and of the host; the check compiles no program for another push."""
+    engine.update_weights(dict(plain), copy=True)
+    expected, version, served = answers(engine), engine.get_weight_version(), served_arrays(engine)
+    scale = f"{CODED}_scale"
+    wrong = served | {scale: served[scale].at[0, 0, 0].set(value)}
+    with contextlib.closing(CompileCount()) as count:
+        for push in (wrong, {name: np.asarray(array) for name, array in wrong.items()}):
+            for how in (dict(), dict(copy=True), dict(donate=True)):
+                with pytest.raises(
+                    WeightsMismatchError, match=rf"1 arrays .*negative scales: {scale}; expected finite"
+                ):
+                    engine.update_weights(push, **how)
+        warm = count.startup
+        engine.update_weights(dict(served), copy=True)
+        with pytest.raises(WeightsMismatchError, match="expected finite scales that are not negative"):
+            engine.update_weights(wrong, copy=True)
+        assert count.startup == warm and count.is_complete
+    assert not any(array.is_deleted() for array in wrong.values())
+    assert answers(engine) == expected and engine.get_weight_version().label == version.label
