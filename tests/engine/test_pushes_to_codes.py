@@ -173,3 +173,73 @@ def test_matrices_may_be_pushed_in_half_precision_where_all_their_layers_are_cod
         halves |= {name: halves[name].astype(jnp.float32) for name in matrices if name.startswith("blocks.1.")}
     engine.update_weights(plain | halves)
     assert answers(engine) == expected
+
+
+def served_arrays(engine):
+    """Copies of the codes, scales and plain arrays that are served, by dotted name."""
+    leaves = nnx.to_flat_state(engine.components.core.runner.state)
+    return {".".join(map(str, path)): jnp.copy(leaf.get_raw_value()) for path, leaf in leaves}
+
+
+WITH_SCALES = {  # a push of plain numbers or of codes, and what its refusal says
+    "numbers with all scales": lambda plain, served, scales: (plain | scales, r"arrays of plain numbers come with sca"),
+    "numbers with one scale": lambda plain, served, scales: (
+        plain | {f"{CODED}_scale": scales[f"{CODED}_scale"]},
+        rf"1 arrays .*{CODED}: float32.* with {CODED}_scale: float32\[.*codes of float8_e4m3fn.* leave the scales out",
+    ),
+    "codes of one array in float32": lambda plain, served, scales: (
+        served | {CODED: served[CODED].astype(jnp.float32)},
+        rf"1 arrays .*{CODED}: float32.* with {CODED}_scale: float32",
+    ),
+    "numbers that e4m3 rounds": lambda plain, served, scales: (
+        served | {CODED: served[CODED].astype(jnp.float16) * np.float16(1.03)},
+        rf"1 arrays .*{CODED}: float16.* with {CODED}_scale: float32",
+    ),
+    "codes of another form of 8 bits": lambda plain, served, scales: (
+        served | {CODED: served[CODED].astype(jnp.float8_e5m2)},
+        rf"1 arrays .*{CODED}: float8_e5m2.* for float8_e4m3fn",
+    ),
+}
+
+
+@pytest.mark.parametrize("push", WITH_SCALES)
+def test_plain_numbers_with_scales_are_refused_before_anything_is_cast(engine, plain, push):
+    """Programs count: a cast of the first array of any push compiles one."""
+    engine.update_weights(dict(plain), copy=True)
+    expected, version, served = answers(engine), engine.get_weight_version(), served_arrays(engine)
+    scales = {name: array for name, array in served.items() if name.endswith("_scale")}
+    weights, message = WITH_SCALES[push](plain, served, scales)
+    jax.clear_caches()
+    with contextlib.closing(CompileCount()) as count:
+        for how in (dict(), dict(copy=True), dict(donate=True)):
+            with pytest.raises(WeightsMismatchError, match=message) as caught:
+                engine.update_weights(weights, **how)
+            assert caught.value.param == "state"
+        assert count.startup == 0, f"{count.startup} programs were compiled"
+    assert not any(array.is_deleted() for array in weights.values())
+    assert answers(engine) == expected and engine.get_weight_version() == version
+    engine.update_weights(served, copy=True)
+    assert answers(engine) == expected, "codes of the served dtype are taken"
+
+
+@pytest.mark.parametrize("value", [-0.5, -0.0])
+def test_negative_scales_are_refused_and_compile_nothing(engine, plain, value):
+    """As from disk, in arrays of the device and of the host; the check compiles no program for another push."""
+    engine.update_weights(dict(plain), copy=True)
+    expected, version, served = answers(engine), engine.get_weight_version(), served_arrays(engine)
+    scale = f"{CODED}_scale"
+    wrong = served | {scale: served[scale].at[0, 0, 0].set(value)}
+    with contextlib.closing(CompileCount()) as count:
+        for push in (wrong, {name: np.asarray(array) for name, array in wrong.items()}):
+            for how in (dict(), dict(copy=True), dict(donate=True)):
+                with pytest.raises(
+                    WeightsMismatchError, match=rf"1 arrays .*negative scales: {scale}; expected finite"
+                ):
+                    engine.update_weights(push, **how)
+        warm = count.startup
+        engine.update_weights(dict(served), copy=True)
+        with pytest.raises(WeightsMismatchError, match="expected finite scales that are not negative"):
+            engine.update_weights(wrong, copy=True)
+        assert count.startup == warm and count.is_complete
+    assert not any(array.is_deleted() for array in wrong.values())
+    assert answers(engine) == expected and engine.get_weight_version().label == version.label

@@ -56,6 +56,8 @@ EDITED = {  # family: settings of transformers, keys of the file that are set, a
         ),
         (),
     ),
+    "DeepseekV3: weights that null leaves as they are": ("DeepseekV3", {}, dict(norm_topk_prob=None), ()),
+    "DeepseekV3: halves that null rotates": ("DeepseekV3", {}, dict(rope_interleave=None), ()),
     "Qwen3Moe: another name of silu": ("Qwen3Moe", {}, dict(hidden_act="swish"), ()),
     "GptOss: an empty section": ("GptOss", {}, dict(rope_scaling={}), ("rope_parameters",)),
     "BailingHybrid: a part of a head in the section": (
@@ -126,6 +128,34 @@ def test_windows_are_those_of_transformers(name, window):
     assert [layer.mixer.window for layer in parse(name, values).layers] == expected
 
 
+DYNAMIC = LINEAR | dict(rope_type="dynamic")
+LIMITS = {  # family, settings of transformers, and tokens of a sequence up to which a forward is that of transformers
+    "no window": ("Mixtral", dict(sliding_window=None), None),
+    "a window within the context": ("Mixtral", dict(sliding_window=64), None),
+    "a window as wide as the context": ("Mixtral", dict(sliding_window=256), 256),
+    "a window wider than the context": ("Mixtral", dict(sliding_window=300), 300),
+    "windows of some layers": ("Qwen3", SLIDING | dict(max_position_embeddings=256, sliding_window=256), 256),
+    "windows that are off": ("Qwen3", dict(use_sliding_window=False, sliding_window=300), None),
+    "chunks": ("Llama4", dict(attention_chunk_size=512), 512),
+    "linear positions": ("Mixtral", dict(rope_parameters=LINEAR, sliding_window=None), None),
+    "dynamic positions": ("Mixtral", dict(rope_parameters=DYNAMIC, sliding_window=None), 256),
+    "dynamic positions and a window": ("Mixtral", dict(rope_parameters=DYNAMIC, sliding_window=300), 256),
+    "longrope": ("Qwen3Moe", dict(rope_parameters=LONG), 160),
+    "longrope and a window": ("Phimoe", dict(rope_parameters=LONG | dict(long_mscale=1.2), sliding_window=256), 160),
+}
+
+
+@pytest.mark.parametrize("case", LIMITS)
+def test_a_config_names_the_length_up_to_which_a_forward_is_that_of_transformers(case):
+    name, settings, limit = LIMITS[case]
+    kind = getattr(transformers, CASES[name].settings or f"{name}Config")
+    values = json.loads(kind(**{**SIZES, **CASES[name].config, **settings}).to_json_string())
+    config = parse(name, values)
+    assert config.position_limit == limit
+    reaches = {max(layer.mixer.window, layer.mixer.chunk) for layer in config.layers}
+    assert all(reach < config.context_length for reach in reaches)
+
+
 REFUSED = {  # what transformers reads in a way that no family here does, and words of the error
     "linear positions of PhiMoE": (
         "Phimoe",
@@ -148,6 +178,14 @@ REFUSED = {  # what transformers reads in a way that no family here does, and wo
         ["rope_theta=700000.0", "rope_scaling"],
     ),
     "a clip of nothing": ("Olmoe", dict(clip_qkv=0.0), ["clip_qkv=0.0", "positive"]),
+    "null for renormalised weights": ("Glm4Moe", dict(norm_topk_prob=None), ["norm_topk_prob=None", "true or false"]),
+    "null for neighbours that rotate": ("Glm4MoeLite", dict(rope_interleave=None), ["rope_interleave=None", "true or"]),
+    "null for biases": ("Qwen2Moe", dict(qkv_bias=None), ["qkv_bias=None", "true or false"]),
+    "null for norms of heads": ("Llama4", dict(use_qk_norm=None), ["use_qk_norm=None", "true or false"]),
+    "null for tuned queries": ("Llama4", dict(attn_temperature_tuning=None), ["temperature_tuning=None", "true or"]),
+    "null for biases of the choice": ("Lfm2Moe", dict(use_expert_bias=None), ["use_expert_bias=None", "true or false"]),
+    "null for tied embeddings": ("Ernie4_5_Moe", dict(tie_word_embeddings=None), ["tie_word_embeddings=None", "true"]),
+    "rotary dims of DeepSeek-V3": ("DeepseekV3", dict(head_dim=2), ["head_dim=2", "qk_rope_head_dim=8"]),
     "windows without a size": (
         "Dots1",
         dict(sliding_window=None, layer_types=["sliding_attention"] * SIZES["num_hidden_layers"]),

@@ -70,6 +70,13 @@ def faults(name, values):
     yield shorter, ["unexpected", f"layers.{layers - 1}."]
     yield shorter | {"num_nextn_predict_layers": 1}, [f"layers.{layers - 1}."]
     yield {"num_hidden_layers": 0}, ["num_hidden_layers=0", "at least 1"]
+    yield {"num_hidden_layers": 2**31}, ["num_hidden_layers=2147483648", "at most 1024"]
+    eps = "norm_eps" if name == "Lfm2Moe" else "rms_norm_eps"
+    yield {eps: -1}, [f"{eps}=-1", "at least 0"]
+    widest = next(
+        key for key in ("global_head_dim", "qk_rope_head_dim", "head_dim") if key in values or key == "head_dim"
+    )
+    yield {widest: 2**31}, [f"{widest}=2147483648", "at most 16384"]
     both = {"num_key_value_heads": 2 * heads} if "kv_lora_rank" in values else {}
     width = {"head_dim": values.get("head_dim") or values["hidden_size"] // heads}
     yield {"num_attention_heads": 2 * heads} | width | both, ["misshapen"]

@@ -22,6 +22,7 @@ SECTIONS = {
     "dynamic": dict(rope_type="dynamic", rope_theta=1e4, factor=4.0),
     "yarn": YARN,
     "yarn, not rounded": YARN | dict(truncate=False),
+    "yarn, null for rounded": YARN | dict(truncate=None),
     "yarn, other ramp": YARN | dict(beta_fast=20.0, beta_slow=2.0),
     "yarn, magnitude given": YARN | dict(attention_factor=1.3),
     "yarn, two magnitudes": YARN | dict(mscale=0.7, mscale_all_dim=1.1),
@@ -35,8 +36,9 @@ SECTIONS = {
 }
 
 
-def read(part=1.0, **values):
-    return read_rotary(ConfigReader({"max_position_embeddings": LENGTH, **values}, "config.json"), HEAD_DIM, part=part)
+def read(part=1.0, stretched=False, **values):
+    reader = ConfigReader({"max_position_embeddings": LENGTH, **values}, "config.json")
+    return read_rotary(reader, HEAD_DIM, part=part, stretched=stretched)
 
 
 @pytest.mark.parametrize("name", SECTIONS)
@@ -52,7 +54,7 @@ def test_frequencies_and_magnitude_are_those_of_transformers(name, spelling):
         rotary = read(rope_scaling=old | {"type": section["rope_type"]}, rope_theta=section["rope_theta"])
     np.testing.assert_allclose(rotary.spec.inverse, expected.numpy(), rtol=1e-6)
     assert rotary.spec.magnitude == pytest.approx(magnitude, rel=1e-6)
-    assert rotary.context_length == (64 if section["rope_type"] == "longrope" else None)
+    assert rotary.context_length == {"longrope": 64, "dynamic": LENGTH}.get(section["rope_type"])
     assert (rotary.kind, rotary.theta) == (section["rope_type"], section["rope_theta"])
 
 
@@ -104,6 +106,52 @@ REFUSED = {
         ["high_freq_factor=1.0"],
     ),
     "a part where heads turn whole": (dict(part=None, partial_rotary_factor=0.5), ["partial_rotary_factor=0.5", "1.0"]),
+    "yarn of the base 1": (dict(rope_parameters=YARN | {"rope_theta": 1}), ["rope_theta=1", "above 1"]),
+    "yarn of a base below 1": (dict(rope_parameters=YARN | {"rope_theta": 0.5}), ["rope_theta=0.5", "above 1"]),
+    "a base of which frequencies are infinite": (dict(rope_theta=1e-300), ["rope_theta=1e-300", "float32"]),
+    "fast rotations of 0": (dict(rope_parameters=YARN | {"beta_fast": 0}), ["beta_fast=0", "positive"]),
+    "fast rotations below 0": (dict(rope_parameters=YARN | {"beta_fast": -1.0}), ["beta_fast=-1.0", "positive"]),
+    "slow rotations of 0": (dict(rope_parameters=YARN | {"beta_slow": 0.0}), ["beta_slow=0.0", "positive"]),
+    "slow rotations whose inverse is infinite": (
+        dict(rope_parameters=YARN | {"beta_slow": 5e-324}),
+        ["beta_slow=5e-324"],
+    ),
+    "rotations beyond float32": (dict(rope_parameters=YARN | {"beta_fast": 1e308}), ["beta_fast=1e+308"]),
+    "yarn beyond float32": (dict(rope_parameters=YARN | {"factor": 1e300}), ["factor=1e+300", "float32"]),
+    "linear positions beyond float32": (
+        dict(rope_parameters=SECTIONS["linear"] | {"factor": 1e300}),
+        ["factor=1e+300", "float32"],
+    ),
+    "magnitudes beyond float32": (dict(rope_parameters=YARN | {"mscale_all_dim": 1e300}), ["mscale_all_dim=1e+300"]),
+    "a magnitude below 0": (
+        dict(rope_parameters=YARN | {"mscale": -1.0, "mscale_all_dim": 1.0}),
+        ["mscale=-1.0", "at least 0"],
+    ),
+    "a ramp beyond float32": (
+        dict(rope_parameters=LLAMA3 | dict(low_freq_factor=1.0, high_freq_factor=1e300)),
+        ["high_freq_factor=1e+300", "float32"],
+    ),
+    "longrope of one token": (
+        dict(rope_parameters=LONG | {"original_max_position_embeddings": 1}),
+        ["original_max_position_embeddings=1", "at least 2"],
+    ),
+    "longrope by 0": (dict(rope_parameters=LONG | {"short_factor": [0.0] * 8}), ["short_factor", "positive"]),
+    "longrope beyond float32": (
+        dict(rope_parameters=LONG | {"short_factor": [1e300] * 8}),
+        ["short_factor", "float32"],
+    ),
+    "a stretch beyond float32": (
+        dict(stretched=True, rope_parameters=SECTIONS["dynamic"] | {"alpha": 1e300}),
+        ["alpha=1e+300", "float32"],
+    ),
+    "a base that a stretch makes infinite": (
+        dict(stretched=True, rope_parameters=SECTIONS["dynamic"] | {"rope_theta": 1e300, "alpha": 1e30}),
+        ["alpha=1e+30", "rope_theta is finite"],
+    ),
+    "a base that a stretch makes 0": (
+        dict(stretched=True, rope_parameters=SECTIONS["dynamic"] | {"alpha": 1e-300}),
+        ["alpha=1e-300", "not 0"],
+    ),
     "two trained lengths": (
         dict(rope_scaling=YARN, original_max_position_embeddings=32),
         ["embeddings=64", "32, as at the top level"],

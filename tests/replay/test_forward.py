@@ -199,6 +199,51 @@ def test_arrays_that_are_no_sequences_are_refused_by_name(parts, named, match):
     assert refused.value.param == next(iter(named))
 
 
+LIMIT = 6  # tokens
+HALVES = np.repeat(np.arange(2), LIMIT)[None]
+TOO_LONG = {  # arrays for 12 tokens, and what the refusal names
+    "one sequence": ({}, "tokens"),
+    "a segment": (dict(segment_ids=np.repeat(np.arange(2), (LIMIT - 1, LIMIT + 1))[None]), "tokens"),
+    "positions": (dict(positions=np.arange(LENGTH)[None] % LIMIT + 1), "positions"),
+    "padding that is too short": (dict(pad=np.arange(LENGTH)[None] < LIMIT - 1), "tokens"),
+}
+SHORT_ENOUGH = {
+    "segments": dict(segment_ids=HALVES),
+    "positions": dict(positions=np.arange(LENGTH)[None] % LIMIT),
+    "padding": dict(pad=np.arange(LENGTH)[None] < LIMIT),
+    "padding has any position": dict(pad=np.arange(LENGTH)[None] < LIMIT, positions=np.arange(LENGTH)[None][:, ::-1]),
+}
+
+
+def limited_forward(parts, tokens, *, pad=None, **arrays):
+    """A forward of a model whose positions hold for LIMIT tokens."""
+    model = nnx.merge(*parts)
+    model.config = dataclasses.replace(model.config, position_limit=LIMIT)
+    routed = None if pad is None else routed_batch(drifted_ids(tokens), valid=~pad, pad=pad)
+    return forward(model, tokens, routed=routed, **arrays).logits
+
+
+@pytest.mark.parametrize("case", TOO_LONG)
+def test_sequences_are_refused_above_the_length_up_to_which_positions_hold(parts, case):
+    arrays, param = TOO_LONG[case]
+    with pytest.raises(InvalidRequestError, match=rf"sequence of \d+ tokens, above the {LIMIT} that") as refused:
+        limited_forward(parts, random_tokens(1), **arrays)
+    assert refused.value.param == param
+
+
+def test_the_length_of_a_sequence_is_refused_under_jit_too(parts):
+    tokens = random_tokens(1)
+    with pytest.raises(InvalidRequestError, match=f"sequence of {LENGTH} tokens, above the {LIMIT} that"):
+        jax.eval_shape(functools.partial(limited_forward, parts), tokens)
+    assert jax.eval_shape(functools.partial(limited_forward, parts), tokens[:, :LIMIT]).shape[1] == LIMIT
+
+
+@pytest.mark.parametrize("case", SHORT_ENOUGH)
+def test_longer_rows_of_short_sequences_are_computed(parts, case):
+    tokens = random_tokens(1)
+    assert limited_forward(parts, tokens, **SHORT_ENOUGH[case]).shape[1] == LENGTH
+
+
 def test_rows_in_another_container_are_refused(parts):
     with pytest.raises(RoutingAlignmentError, match="routed is tuple; give a RoutedBatch"):
         forward(nnx.merge(*parts), np.zeros((2, 5), np.int32), routed=(1, 2))

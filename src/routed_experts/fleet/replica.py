@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -27,7 +28,7 @@ from routed_experts.fleet.ray_runtime import CoordinatorClient, import_ray
 from routed_experts.fleet.serve_environment import HAPROXY, PYTHON_PROXY, check_proxy
 from routed_experts.fleet.spec import ReplicaSpec
 from routed_experts.server.app import make_app
-from routed_experts.server.run import EXIT_DEAD, FINAL_FLUSH_S, freeze_gc
+from routed_experts.server.run import EXIT_DEAD, FINAL_FLUSH_S, STEP_GRACE_S, freeze_gc
 from routed_experts.server.state import ServerState
 
 FAILING = ("stalled", "degraded", "dead")  # states in which a replica should be replaced
@@ -147,9 +148,7 @@ class Replica:
             await asyncio.wait_for(idle.wait(), max(grace_s, 0.001))
         if not idle.is_set():
             server.engine.flush_submissions()
-            await asyncio.to_thread(self._engine.abort, abort_all=True)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(idle.wait(), FINAL_FLUSH_S)
+            await end_requests(lambda: self._engine.abort(abort_all=True), idle)
 
     def _watch_engine(self, loop: asyncio.AbstractEventLoop) -> None:
         """End this process after the last responses, once the engine has ended by an error. A thread of its own."""
@@ -161,6 +160,18 @@ class Replica:
             loop.call_soon_threadsafe(self._state.set_failed, cause)
         threading.Event().wait(FINAL_FLUSH_S)
         os._exit(EXIT_DEAD)
+
+
+async def end_requests(abort: Callable[[], object], idle: asyncio.Event) -> None:
+    """Call `abort`, which waits for the engine thread, and wait until the last responses are sent. An engine whose step
+    does not end keeps neither longer than STEP_GRACE_S and FINAL_FLUSH_S. Raises what `abort` raises."""
+    try:
+        await asyncio.wait_for(asyncio.to_thread(abort), STEP_GRACE_S)
+    except TimeoutError:
+        logger.warning("the engine has not ended its requests within %g s; the replica ends without them", STEP_GRACE_S)
+        return
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(idle.wait(), FINAL_FLUSH_S)
 
 
 def _print_phase(phase: Phase) -> None:

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PlacementError
 from routed_experts.core.load_metrics import device_load, eplb_balancedness_weighted
 from routed_experts.core.placement import ExpertPlacement
+from routed_experts.placement.arguments import check_type, is_finite_number
 from routed_experts.placement.eplb import checked_load
 from routed_experts.placement.match_devices import num_copies
 
@@ -49,9 +51,11 @@ def estimate_move(
         "expert_bytes": expert_bytes,
         "link_bytes_per_s": link_bytes_per_s,
     }.items():
-        if not (np.isfinite(value) and value >= 0) or (name == "link_bytes_per_s" and value == 0):
+        if not (is_finite_number(value) and value >= 0) or (name == "link_bytes_per_s" and value == 0):
             least = "above 0" if name == "link_bytes_per_s" else "of at least 0"
-            raise PlacementError(f"{name}={value}; expected a finite number {least}")
+            raise PlacementError(f"{name}={short_repr(value)}; expected a finite number {least}")
+    for name, placement in (("now", now), ("new", new)):
+        check_type(name, placement, ExpertPlacement)
     load = checked_load(load)
     b_now, b_new = (eplb_balancedness_weighted(device_load(load, placement)) for placement in (now, new))
     copies = int(num_copies(now, new).sum())

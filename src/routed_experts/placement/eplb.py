@@ -14,8 +14,10 @@ I / V slots, C candidates of a row."""
 import numpy as np
 from jaxtyping import Float, Float64, Int64
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PlacementError
 from routed_experts.core.placement import ExpertPlacement, default_max_replicas
+from routed_experts.placement.arguments import check_integer
 
 _CLOSE = 1.008
 _STRICTLY = 1 - 1e-12  # below this share of the old value is an improvement; above it is rounding
@@ -46,6 +48,7 @@ def rebalance(
     Raises PlacementError."""
     load = checked_load(load)
     num_experts = load.shape[1]
+    check_integer("num_instances", num_instances, "an integer of at least 1")
     limit = default_max_replicas(num_instances, num_experts) if max_replicas is None else max_replicas
     _check_sizes(num_experts, num_instances, num_devices, num_groups, num_nodes, limit)
     groups, nodes = (num_groups, num_nodes) if num_groups % num_nodes == 0 else (1, 1)
@@ -66,12 +69,18 @@ def rebalance(
 
 
 def checked_load(load: Float[np.ndarray, "M E"]) -> Float64[np.ndarray, "M E"]:
-    """Return the load as float64. Raises PlacementError for another shape and for negative or infinite values."""
-    read = np.asarray(load, np.float64)
+    """Return the load as float64. Raises PlacementError for what is no array of real numbers, for another shape, for
+    negative or infinite values, and for an infinite sum."""
+    expected = "[M, E], the load of each expert of each MoE layer"
+    try:
+        read = np.asarray(load)
+        read = read.astype(np.float64, copy=False) if read.dtype.kind not in "cSU" else None
+    except (TypeError, ValueError):
+        read = None
+    if read is None:
+        raise PlacementError(f"load={short_repr(load)} is no array of real numbers; expected {expected}")
     if read.ndim != 2 or read.size == 0:
-        raise PlacementError(
-            f"load has shape {list(read.shape)}; expected [M, E], the load of each expert of each MoE layer"
-        )
+        raise PlacementError(f"load has shape {list(read.shape)}; expected {expected}")
     wrong = np.argwhere(~np.isfinite(read) | (read < 0))
     if wrong.size:
         layer, expert = wrong[0]
@@ -79,6 +88,11 @@ def checked_load(load: Float[np.ndarray, "M E"]) -> Float64[np.ndarray, "M E"]:
             f"load of MoE layer {layer}, expert {expert} is {read[layer, expert]}; expected a finite number of at "
             "least 0"
         )
+    with np.errstate(over="ignore"):
+        endless = np.flatnonzero(~np.isfinite(read.sum(axis=1)))
+    if endless.size:
+        text = f"load of MoE layer {endless[0]} has an infinite sum, with values of up to {read[endless[0]].max():g}"
+        raise PlacementError(f"{text}; expected a finite sum: scale the load down")
     return read
 
 
@@ -102,7 +116,9 @@ def _check_sizes(
         "num_groups": num_groups,
         "num_nodes": num_nodes,
     }
+    check_integer("max_replicas", max_replicas, "an integer of at least 1")
     for name, value in sizes.items():
+        check_integer(name, value, "an integer of at least 1")
         if value < 1:
             raise PlacementError(f"{name}={value}; expected at least 1")
     if num_instances < num_experts:

@@ -12,6 +12,7 @@ from jaxtyping import Int64
 from routed_experts.core.errors import PlacementError
 from routed_experts.core.installation import import_optional
 from routed_experts.core.placement import ExpertPlacement
+from routed_experts.placement.arguments import check_integer, check_type
 
 
 def num_copies(old: ExpertPlacement, new: ExpertPlacement) -> Int64[np.ndarray, " M"]:
@@ -26,6 +27,8 @@ def num_copies(old: ExpertPlacement, new: ExpertPlacement) -> Int64[np.ndarray, 
 
 def check_same_sizes(old: ExpertPlacement, new: ExpertPlacement) -> None:
     """Raise PlacementError unless one can follow the other in the same tables."""
+    for name, plan in (("old", old), ("new", new)):
+        check_type(name, plan, ExpertPlacement)
     sizes = [(plan.num_layers, plan.num_experts, plan.num_instances, plan.num_devices) for plan in (old, new)]
     if sizes[0] != sizes[1]:
         old_sizes, new_sizes = ("{} MoE layers, {} experts, {} instances, {} devices".format(*size) for size in sizes)
@@ -37,6 +40,7 @@ def relabel(new: ExpertPlacement, old: ExpertPlacement, *, num_nodes: int = 1) -
     possible; its epoch follows that of `old`. Raises PlacementError where the sizes differ, ConfigError without
     SciPy (routed-experts[placement])."""
     check_same_sizes(old, new)
+    check_integer("num_nodes", num_nodes, "an integer of at least 1")
     if num_nodes < 1 or new.num_devices % num_nodes:
         raise PlacementError(
             f"num_nodes={num_nodes} does not divide num_devices={new.num_devices}; choose one that does"

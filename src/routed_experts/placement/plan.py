@@ -5,6 +5,7 @@ from jaxtyping import Float
 
 from routed_experts.core.placement import ExpertPlacement, ResidencyMap
 from routed_experts.core.routing_stats import RoutingStats
+from routed_experts.placement.arguments import check_type
 from routed_experts.placement.eplb import rebalance
 from routed_experts.placement.match_devices import relabel
 from routed_experts.placement.residency import most_used
@@ -25,6 +26,8 @@ def eplb(
     late). With `previous`, which must have the same sizes, devices are named so that the fewest experts move, J stays,
     and the epoch rises. Raises PlacementError, or ConfigError where `previous` is given and SciPy
     (routed-experts[placement]) is missing."""
+    if previous is not None:
+        check_type("previous", previous, ExpertPlacement)
     most = None if previous is None else previous.logical_to_physical_map.shape[2]
     placement = rebalance(
         _to_load(load),

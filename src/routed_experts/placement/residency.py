@@ -12,10 +12,12 @@ import numpy as np
 from jaxtyping import Bool, Float, Float64, Int, Int64
 
 from routed_experts.analysis import known_rows
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PlacementError
 from routed_experts.core.placement import ResidencyMap
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.routing_stats import RoutingStats
+from routed_experts.placement.arguments import check_integer, check_type, is_finite_number
 from routed_experts.placement.eplb import checked_load
 
 _FAST, _SLOW = 256.0, 4096.0  # half-lives of the two averages, in tokens
@@ -37,8 +39,8 @@ class ExpertCosts:
 
     def __post_init__(self) -> None:
         for name, seconds in dataclasses.asdict(self).items():
-            if not (np.isfinite(seconds) and seconds >= 0):
-                raise PlacementError(f"{name}={seconds}; expected a finite number of seconds, 0 or more")
+            if not (is_finite_number(seconds) and seconds >= 0):
+                raise PlacementError(f"{name}={short_repr(seconds)}; expected a finite number of seconds, 0 or more")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,6 +66,11 @@ class AdaptiveResidency:
     ) -> "AdaptiveResidency":
         """Begin with this map. Both averages begin with the rates of `learned`, at the weight of one half-life, or else
         with nothing."""
+        check_type("residency", residency, ResidencyMap)
+        if learned is not None:
+            check_type("learned", learned, RoutingStats)
+        if costs is not None:
+            check_type("costs", costs, ExpertCosts)
         shape = (residency.num_layers, residency.num_experts)
         rate, weight = np.zeros(shape), 0.0
         if learned is not None and learned.num_tokens.any():
@@ -105,11 +112,13 @@ def most_used(load: Float[np.ndarray, "M E"], per_layer: int, previous: Residenc
     """Keep the `per_layer` experts of the largest load of each layer, ties to the lower id. An expert that was resident
     in `previous` keeps its slot, and the epoch is the next. Raises PlacementError."""
     load = checked_load(load)
+    check_integer("per_layer", per_layer, f"an integer of 0 to {load.shape[1]}, all experts that there are")
     if not 0 <= per_layer <= load.shape[1]:
         raise PlacementError(f"per_layer={per_layer} resident experts; expected 0 to {load.shape[1]}, all there are")
     chosen = np.sort(np.argsort(-load, axis=1, kind="stable")[:, :per_layer], axis=1)
     if previous is None:
         return ResidencyMap.from_experts(chosen, num_experts=load.shape[1])
+    check_type("previous", previous, ResidencyMap)
     previous.check_model(*load.shape)
     if previous.num_resident != per_layer:
         raise PlacementError(
@@ -127,6 +136,8 @@ def most_used(load: Float[np.ndarray, "M E"], per_layer: int, previous: Residenc
 
 def num_promoted(old: ResidencyMap, new: ResidencyMap) -> Int64[np.ndarray, " M"]:
     """Count the experts of each layer that `new` has on the accelerator and `old` has on the host: copies."""
+    for name, residency in (("old", old), ("new", new)):
+        check_type(name, residency, ResidencyMap)
     old.check_model(new.num_layers, new.num_experts)
     return np.count_nonzero((new.slot_of >= 0) & (old.slot_of < 0), axis=1)
 

@@ -15,6 +15,7 @@ from routed_experts.core.errors import PlacementError
 from routed_experts.core.load_metrics import count_experts
 from routed_experts.core.placement import ExpertPlacement, ResidencyMap
 from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.placement.arguments import check_integer, check_type
 from routed_experts.placement.dispatch import Dispatch, dispatcher
 from routed_experts.placement.match_devices import num_copies
 from routed_experts.placement.residency import AdaptiveResidency, num_promoted
@@ -74,8 +75,11 @@ def simulate(
     """Run a plan, or an adaptive policy, over the known rows of records. `dispatch`: how a placement's slots choose
     among the instances of their expert. `previous`: the plan that is replaced; the move from it counts as copies.
 
-    Raises PlacementError for records of another model than the plan's, RoutingAlignmentError for records of two
-    models or none."""
+    Raises PlacementError for arguments of other types and for records of another model than the plan's,
+    RoutingAlignmentError for records of two models or none."""
+    check_type("plan", plan, ExpertPlacement, ResidencyMap, AdaptiveResidency)
+    if previous is not None:
+        check_type("previous", previous, ExpertPlacement, ResidencyMap)
     rows, num_experts = _join_rows(records, step_tokens)
     residency = plan.residency if isinstance(plan, AdaptiveResidency) else plan
     residency.check_model(rows.shape[1], num_experts)
@@ -147,7 +151,13 @@ def _steps(rows: UInt[np.ndarray, "T M K"], step_tokens: int) -> Iterator[UInt[n
 
 
 def _join_rows(records: Iterable[RoutedExperts], step_tokens: int) -> tuple[UInt[np.ndarray, "T M K"], int]:
-    listed = list(records)
+    is_list = isinstance(records, Iterable) and not isinstance(records, RoutedExperts)
+    listed = list(records) if is_list else []
+    if not is_list or not all(isinstance(record, RoutedExperts) for record in listed):
+        other = next((record for record in listed if not isinstance(record, RoutedExperts)), records)
+        where = "records hold" if is_list else "records is"
+        raise PlacementError(f"{where} {type(other).__name__}; expected a list of RoutedExperts")
+    check_integer("step_tokens", step_tokens, "an integer of at least 1, the tokens that devices share at a time")
     if step_tokens < 1:
         raise PlacementError(f"step_tokens={step_tokens}; expected at least 1, the tokens that devices share at a time")
     rows = known_rows(*listed)

@@ -66,9 +66,13 @@ def forward(
     backward pass, but never the choice of experts. `balance_on` counts slots and probabilities of the experts by layer
     (`ForwardOutput.balance`), of what was "executed" or of what the live router chose ("native"); padding is left out.
     `repeats_in_layers`: hidden-layer indices of hash-routed layers, as in `align`.
-    Raises, at trace time, InvalidRequestError for tokens, positions or segments that are no integers [B, S], or another
-    `balance_on` or `backend`, and RoutingAlignmentError for a `routed` of other shapes than the tokens'; outside jit
-    also for tokens and rows out of range."""
+    Sequences may be longer than the context of config.json, but not where the model computes something else there:
+    dynamic positions past `max_position_embeddings`, longrope past `original_max_position_embeddings`, and a
+    sliding window or chunk as wide as the context, past its end (`model.config.position_limit`).
+    Raises, at trace time, InvalidRequestError for tokens, positions or segments that are no integers [B, S], for
+    sequences above that limit, or another `balance_on` or `backend`, and RoutingAlignmentError for a `routed` of other
+    shapes than the tokens'; outside jit also for tokens and rows out of range. Under jit positions, segments and
+    padding cannot be read: with any of them the caller keeps sequences within the limit."""
     if balance_on is not None and balance_on not in BALANCE_ON:
         raise InvalidRequestError(
             f"balance_on={balance_on!r} is unknown; choose {', '.join(BALANCE_ON)} or None", param="balance_on"
@@ -93,6 +97,10 @@ def forward(
         segments = jnp.where(routed.pad, _OF_PADDING, own)
         tokens = jnp.where(routed.pad, 0, tokens)  # the embedding of no id is NaN, and so are gradients
     token_positions = _default_positions(batch, length, segments) if positions is None else positions
+    if model.config.position_limit is not None:
+        is_plain = positions is None and segment_ids is None and pad is None
+        largest = length - 1 if is_plain else _largest_position(token_positions, pad)
+        _check_position(largest, model.config.position_limit, param="tokens" if positions is None else "positions")
 
     def attend(
         queries: Float[Array, "N H C"],
@@ -166,6 +174,22 @@ def _check_tokens(tokens: Any, pad: Any, vocab_size: int) -> None:
             "without a token in routed.pad",
             param="tokens",
         )
+
+
+def _largest_position(positions: Any, pad: Any) -> int:
+    """Of tokens that are not `pad`; 0 where they cannot be read."""
+    if not _is_readable(positions) or (pad is not None and not _is_readable(pad)):
+        return 0
+    values = np.asarray(positions)
+    return int(values.max() if pad is None else np.where(np.asarray(pad), 0, values).max())
+
+
+def _check_position(largest: int, limit: int, *, param: str) -> None:
+    """Raise InvalidRequestError for a sequence of more tokens than the limit."""
+    if largest >= limit:
+        text = f"{param} have a sequence of {largest + 1} tokens, above the {limit} that this model computes"
+        reason = "past them its rotary frequencies change (dynamic, longrope), or a window ends that is left out"
+        raise InvalidRequestError(f"{text}: {reason}; cut sequences to {limit} tokens", param=param)
 
 
 def _default_positions(batch: int, length: int, segments: Int[Array, "B S"] | None) -> Int[Array, "B S"]:

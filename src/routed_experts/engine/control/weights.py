@@ -22,7 +22,7 @@ from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PARAM, WeightsMismatchError
 from routed_experts.engine.control.served_model import ServedModel
 from routed_experts.execution.memory_plan import common_dtype
-from routed_experts.layers.quantized import E4M3, FLOAT32, SCALE, has_nan
+from routed_experts.layers.quantized import CODE_DTYPES, E4M3, FLOAT32, SCALE, has_nan
 from routed_experts.models.decoder.code_selection import without_codes
 from routed_experts.models.decoder.coded_arrays import CodedArray, quantized_arrays
 from routed_experts.models.decoder.decoder import decoder_shapes
@@ -42,9 +42,9 @@ def to_state(new: Weights, served: nnx.State[Any, Any], config: FamilyConfig | N
     """The served state's tree with the arrays of `new`, which are checked by name, shape and dtype and not copied.
     `config`: of a model that is served with codes; plain arrays in their place are quantised once all of them fit.
 
-    Raises WeightsMismatchError with the first paths that differ, or that hold NaN or infinity."""
+    Raises WeightsMismatchError with the first paths that differ, or that hold NaN, infinity or negative scales."""
     inputs, expected = _matched(new, served, config, any_dtype=False)
-    _check_finite(inputs, param="state")
+    _check_finite(inputs, param="state", scales=_scales(config))
     return nnx.from_flat_state(
         [(path, leaf.replace(_to_array(inputs[name]))) for name, (path, leaf) in expected.items()]
     )
@@ -52,8 +52,10 @@ def to_state(new: Weights, served: nnx.State[Any, Any], config: FamilyConfig | N
 
 def to_copies(new: Weights, served: nnx.State[Any, Any], config: FamilyConfig | None = None) -> nnx.State[Any, Any]:
     """The served state's tree with copies of the arrays of `new`, in the served dtypes. On an accelerator one program
-    copies, casts and looks for NaN and infinity. Raises as `to_state`, but for dtypes that can be cast."""
+    copies, casts and looks for NaN, infinity and negative scales. Raises as `to_state`, but for dtypes that can be
+    cast."""
     inputs, expected = _matched(new, served, config, any_dtype=True)
+    scales = _scales(config)
     by_devices: dict[frozenset[Any], list[str]] = defaultdict(list)
     for name, array in inputs.items():
         by_devices[frozenset(array.devices()) if isinstance(array, jax.Array) else frozenset()].append(name)
@@ -62,10 +64,11 @@ def to_copies(new: Weights, served: nnx.State[Any, Any], config: FamilyConfig | 
     for devices, names in by_devices.items():
         arrays, dtypes = [inputs[name] for name in names], tuple(expected[name][1].dtype for name in names)
         looks = any(device.platform != "cpu" for device in devices)
-        copied, flags = _copied(arrays, dtypes, looks=looks)
+        are_scales = tuple(name in scales for name in names)
+        copied, flags = _copied(arrays, dtypes, are_scales, looks=looks)
         copies |= dict(zip(names, copied, strict=True))
         finite |= {} if flags is None else dict(zip(names, np.asarray(flags).tolist(), strict=True))
-    _refuse_broken([name for name, copy in copies.items() if not _known_finite(finite, name, copy)], param="state")
+    _refuse_broken(_broken(copies, finite, scales), param="state", scales=scales)
     return nnx.from_flat_state([(path, leaf.replace(copies[name])) for name, (path, leaf) in expected.items()])
 
 
@@ -109,6 +112,7 @@ def _matched(
         return {name: _to_array(leaf) for name, leaf in inputs.items()}, expected
     coded = config.coded_arrays
     given = {name: array for name, array in coded.items() if f"{name}{SCALE}" not in inputs}
+    _refuse_scaled({name: inputs.get(name) for name in coded.keys() - given.keys()}, inputs, coded)
     _refuse_plain({name: array for name, array in given.items() if _is_numbers(_to_array(inputs.get(name)))})
     quantized = {name: array for name, array in given.items() if array.format == E4M3}
     layouts = [_served_layout(arrays, quantized), *_plain_layouts(arrays, config, inputs)]
@@ -165,6 +169,24 @@ def _refuse_plain(given: Mapping[str, CodedArray]) -> None:
         raise WeightsMismatchError(f"{text}, to which nothing is quantised here; {fix}", param="state")
 
 
+def _refuse_scaled(scaled: Mapping[str, object], inputs: Mapping[str, object], coded: Mapping[str, CodedArray]) -> None:
+    """Raise where plain arrays come with scales: they are neither codes nor numbers to quantise."""
+    wrong = sorted(name for name, leaf in scaled.items() if _is_numbers(_to_array(leaf)))
+    if wrong:
+        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        pairs = [[f"{part}: {_describe(inputs[part])}" for part in (name, f"{name}{SCALE}")] for name in wrong[:_SHOWN]]
+        text = f"{len(wrong)} arrays of plain numbers come with scales: {'; '.join(map(' with '.join, pairs))}{more}"
+        dtypes = ", ".join(sorted({CODE_DTYPES[coded[name].format].name for name in wrong}))
+        quantised = all(coded[name].format == E4M3 for name in wrong)
+        fix = ", or leave the scales out and the numbers are quantised here" if quantised else ""
+        raise WeightsMismatchError(f"{text}; give codes of {dtypes} with the scales{fix}", param="state")
+
+
+def _scales(config: FamilyConfig | None) -> frozenset[str]:
+    """Names of the scales of all codes."""
+    return frozenset() if config is None else frozenset(f"{name}{SCALE}" for name in config.coded_arrays)
+
+
 def _short_scales(coded: Mapping[str, CodedArray]) -> set[str]:
     """Scales that are served in a shorter dtype than float32."""
     return {f"{name}{SCALE}" for name, array in coded.items() if array.scale_dtype != FLOAT32}
@@ -204,16 +226,16 @@ def _is_numbers(array: object) -> bool:
     return array.dtype in PLAIN_DTYPES and not (isinstance(array, jax.Array) and array.is_deleted())
 
 
-@functools.partial(jax.jit, static_argnames=("dtypes", "looks"))
+@functools.partial(jax.jit, static_argnames=("dtypes", "are_scales", "looks"))
 def _copied(
-    arrays: list[Any], dtypes: tuple[Any, ...], *, looks: bool
+    arrays: list[Any], dtypes: tuple[Any, ...], are_scales: tuple[bool, ...], *, looks: bool
 ) -> tuple[list[Shaped[Array, "..."]], Bool[Array, " n"] | None]:
-    """New arrays in these dtypes, where the old ones are, and with `looks` whether the numbers of each are finite."""
+    """New arrays in these dtypes, where the old ones are, and with `looks` what `_finite_flags` returns of them."""
     copies = [
         jnp.copy(array) if array.dtype == dtype else array.astype(dtype)
         for array, dtype in zip(arrays, dtypes, strict=True)
     ]
-    return copies, jnp.stack([jnp.isfinite(copy).all() for copy in copies]) if looks else None
+    return copies, _finite_flags(copies, are_scales) if looks else None
 
 
 def load_state(
@@ -264,8 +286,9 @@ def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str
     return [*(name for name in names if name != "layers"), *fields]
 
 
-def _check_finite(leaves: Mapping[str, object], *, param: str) -> None:
-    """Raise WeightsMismatchError for NaN or infinity, which would spoil every token of every request."""
+def _check_finite(leaves: Mapping[str, object], *, param: str, scales: Collection[str] = frozenset()) -> None:
+    """Raise WeightsMismatchError for NaN or infinity, which would spoil every token of every request, and for negative
+    numbers in the arrays that are named as `scales`."""
     arrays = {name: _to_array(leaf) for name, leaf in leaves.items()}
     by_devices: dict[frozenset[Any], list[str]] = defaultdict(list)
     for name, array in arrays.items():
@@ -273,41 +296,53 @@ def _check_finite(leaves: Mapping[str, object], *, param: str) -> None:
             by_devices[frozenset(array.devices())].append(name)
     finite: dict[str, bool] = {}
     for names in by_devices.values():  # one program reads each array once
-        flags = np.asarray(_finite_flags([arrays[name] for name in names]))
+        flags = np.asarray(_finite_flags([arrays[name] for name in names], tuple(name in scales for name in names)))
         finite |= dict(zip(names, flags.tolist(), strict=True))
-    _refuse_broken([name for name, array in arrays.items() if not _known_finite(finite, name, array)], param=param)
+    _refuse_broken(_broken(arrays, finite, scales), param=param, scales=scales)
 
 
-def _known_finite(finite: Mapping[str, bool], name: str, array: Any) -> bool:
-    """Whether an array is finite: as a program has told, or looked at now."""
-    return finite[name] if name in finite else _is_finite(array)
+def _broken(arrays: Mapping[str, Any], finite: Mapping[str, bool], scales: Collection[str]) -> list[str]:
+    """Names of arrays that are not finite, or are negative scales: as a program has told, or looked at now."""
+    return [
+        name
+        for name, array in arrays.items()
+        if not (finite[name] if name in finite else _is_finite(array, is_scale=name in scales))
+    ]
 
 
-def _refuse_broken(broken: Sequence[str], *, param: str) -> None:
+def _refuse_broken(broken: Sequence[str], *, param: str, scales: Collection[str]) -> None:
+    """Raise for these arrays, of which `scales` must not be negative either."""
     if broken:
         more = f" and {len(broken) - _SHOWN} more" if len(broken) > _SHOWN else ""
-        text = f"{len(broken)} arrays hold NaN or infinity: {', '.join(broken[:_SHOWN])}{more}"
+        has_scales = any(name in scales for name in broken)
+        found = "NaN, infinity or negative scales" if has_scales else "NaN or infinity"
+        expected = "; expected finite scales that are not negative" if has_scales else ""
+        text = f"{len(broken)} arrays hold {found}: {', '.join(broken[:_SHOWN])}{more}{expected}"
         raise WeightsMismatchError(f"{text}; the served weights stay as they are", param=param)
 
 
-@jax.jit
-def _finite_flags(arrays: list[Any]) -> Bool[Array, " n"]:
-    """Of each array whether all its numbers are finite."""
-    return jnp.stack([jnp.isfinite(array).all() for array in arrays])
+@functools.partial(jax.jit, static_argnames="are_scales")
+def _finite_flags(arrays: list[Any], are_scales: tuple[bool, ...]) -> Bool[Array, " n"]:
+    """Of each array whether all its numbers are finite, and of scales whether none is negative."""
+    flags = [jnp.isfinite(array).all() for array in arrays]
+    signs = [jnp.signbit(array).any() if is_scale else None for array, is_scale in zip(arrays, are_scales, strict=True)]
+    pairs = zip(flags, signs, strict=True)
+    return jnp.stack([flag if sign is None else flag & ~sign for flag, sign in pairs])
 
 
 def _on_host(array: jax.Array) -> bool:
     return all(device.platform == "cpu" for device in array.devices())
 
 
-def _is_finite(array: Any) -> bool:
-    """Whether all numbers of an array on the host are finite, without a copy. Several processes look at their own parts
-    of an array."""
+def _is_finite(array: Any, *, is_scale: bool = False) -> bool:
+    """Whether all numbers of an array on the host are finite, and of scales none is negative, without a copy. Several
+    processes look at their own parts of an array."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        return all(_is_finite(shard.data) for shard in array.addressable_shards)
+        return all(_is_finite(shard.data, is_scale=is_scale) for shard in array.addressable_shards)
     if isinstance(array, jax.Array) and not _on_host(array):
-        return bool(_finite_flags([array])[0])
-    return _is_finite_on_host(np.asarray(array))
+        return bool(_finite_flags([array], (is_scale,))[0])
+    numbers = np.asarray(array)
+    return _is_finite_on_host(numbers) and not (is_scale and np.signbit(numbers).any())
 
 
 def _is_finite_on_host(array: np.ndarray) -> bool:
@@ -354,13 +389,15 @@ def _is_array(array: object) -> bool:
 
 
 def _matches(new: object, served: Any, *, any_dtype: bool, others: Collection[Any] = ()) -> bool:
-    """Whether an array can be read and has this shape and dtype, or one of the `others`."""
+    """Whether an array can be read and has this shape and dtype, or one of the `others`. `any_dtype`: or another dtype
+    of floats, but for codes, which no cast may round."""
     array = _to_array(new)
     if not _is_array(array) or (isinstance(array, jax.Array) and array.is_deleted()):
         return False
     if others:
         return array.shape == served.shape and array.dtype in others
-    if any_dtype and _is_castable(array.dtype) and jnp.issubdtype(served.dtype, jnp.inexact):
+    takes_casts = jnp.issubdtype(served.dtype, jnp.inexact) and served.dtype not in CODE_DTYPES.values()
+    if any_dtype and takes_casts and _is_castable(array.dtype):
         return array.shape == served.shape
     return (array.dtype, array.shape) == (served.dtype, served.shape)
 

@@ -1,7 +1,7 @@
 """config.json of a checkpoint: refused by name when it cannot be served, read key by key with types.
 
-Code of a checkpoint (`auto_map`) is never imported. `null` means absent, but for `with_default`. Integers are never
-taken from booleans, strings or fractions."""
+Code of a checkpoint (`auto_map`) is never imported. `null` means absent, but for `with_default`, `with_null`, and a
+switch that is on by default, where it is refused. Integers are never taken from booleans, strings or fractions."""
 
 import builtins
 import dataclasses
@@ -28,6 +28,9 @@ _SYNONYMS: Mapping[str, tuple[str, ...]] = MappingProxyType(  # newer spellings 
 _QUANTIZATION_FILES: Mapping[str, str] = MappingProxyType(
     {"quantize_config.json": "GPTQ", "quant_config.json": "AWQ", "hf_quant_config.json": "ModelOpt"}
 )
+
+MAX_LAYERS = 1024  # num_hidden_layers of any family: checked before anything is made for each layer
+MAX_HEAD_DIM = 16_384  # dims of a head of any family: checked before frequencies are made for each pair
 
 
 def read_json_object(file: Path) -> dict[str, object]:
@@ -178,6 +181,11 @@ class ConfigReader:
         where its own default is a number."""
         return self if key in self.values else dataclasses.replace(self, values={**self.values, key: value})
 
+    def with_null(self, value: object, *keys: str) -> "ConfigReader":
+        """The same object, with `value` where one of the keys is null."""
+        nulls = {key: value for key in keys if key in self.values and self.values[key] is None}
+        return dataclasses.replace(self, values={**self.values, **nulls}) if nulls else self
+
     def require(self, holds: builtins.bool, key: str, expected: str) -> None:
         """Raise unless `holds`; `expected` describes a valid value of `key`."""
         if not holds:
@@ -205,6 +213,9 @@ class ConfigReader:
         return builtins.float(value)
 
     def bool(self, key: str, *, default: builtins.bool | None = None) -> builtins.bool:
+        """A switch. Where it is on by default null is refused: transformers refuses it, or takes it as off."""
+        if default and key in self.values and not self.has(key):
+            raise self._error(key, "true or false, or no such key, which is true")
         value = self._value(key, default, "true or false")
         if not isinstance(value, builtins.bool):
             raise self._error(key, "true or false")

@@ -79,6 +79,8 @@ class DecoderConfig(Protocol):
     @property
     def context_length(self) -> int: ...
     @property
+    def position_limit(self) -> int | None: ...  # tokens of a sequence that it computes; None for any number
+    @property
     def capture_spec(self) -> CaptureSpec | None: ...
     @property
     def logit_softcap(self) -> float: ...  # c of c tanh(scores / c), 0 for none

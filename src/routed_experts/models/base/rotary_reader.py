@@ -13,12 +13,13 @@ from routed_experts.layers.rotary import RotarySpec
 from routed_experts.models.base.config_reader import ConfigReader
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary:
     """The frequencies, their base and kind; what `mscale_all_dim` multiplies the scale of latent attention by, with any
-    kind but default (DeepSeek); and the length up to which they hold, None where the config's own length holds."""
+    kind but default (DeepSeek); and the length of a sequence up to which they hold, None where they hold for any."""
 
     spec: RotarySpec
     theta: float
@@ -60,10 +61,14 @@ def read_rotary(
         return Rotary(spec=RotarySpec(inverse=_proportional(section, head_dim, base, share)), theta=base, kind=kind)
     alpha = section.float("alpha", default=0.0) if stretched and kind == "dynamic" else 0.0
     if alpha:
-        section.require(alpha > 0 and size > 2, "alpha", "a positive number, and heads of more than 2 dims")
+        expected = "a positive number that float32 holds, and heads of more than 2 dims"
+        section.require(0 < alpha <= _LARGEST and size > 2, "alpha", expected)
         base, kind = base * alpha ** (size / (size - 2)), "default"
+        section.require(0 < base < math.inf, "alpha", "a number whose product with rope_theta is finite and not 0")
     powers = (np.arange(0, size, 2, dtype=np.float32) / np.float32(size)).astype(np.float64)
-    inverse = (1.0 / base**powers).astype(np.float32)  # rounded once
+    with np.errstate(over="ignore"):
+        inverse = (1.0 / base**powers).astype(np.float32)  # rounded once
+    _require_finite(_holder(reader, section, "rope_theta"), inverse)
     unscaled = Rotary(spec=RotarySpec(inverse=_numbers(inverse), interleaved=interleaved), theta=base, kind=kind)
     if kind == "default":
         return unscaled
@@ -82,29 +87,34 @@ def _scaled(
     trained, kind = reader.int("max_position_embeddings", minimum=1), unscaled.kind
     all_dims = section.float("mscale_all_dim", default=0.0)
 
+    section.require(0 <= all_dims <= _LARGEST, "mscale_all_dim", "a number of at least 0 that float32 holds")
+
     def scaled(inverse: Float32[np.ndarray, " F"], factor: float, *, magnitude: float = 1.0) -> Rotary:
         spec = dataclasses.replace(unscaled.spec, inverse=_numbers(inverse), magnitude=magnitude)
         score_scale = _yarn_magnitude(factor, all_dims) ** 2 if all_dims else 1.0
         return dataclasses.replace(unscaled, spec=spec, score_scale=score_scale)
 
     if kind in ("linear", "dynamic"):
-        factor = section.float("factor")
-        section.require(factor >= 1, "factor", "a number of at least 1")
+        factor = _read_factor(section)
+        if kind == "linear":
+            return scaled(inverse / np.float32(factor), factor)
         # dynamic positions are inverse ones up to the trained length, which is all that is served
-        return scaled(inverse if kind == "dynamic" else inverse / np.float32(factor), factor)
+        return dataclasses.replace(scaled(inverse, factor), context_length=trained)
     top_level = reader.int("original_max_position_embeddings", minimum=1, default=trained)
     original = section.int("original_max_position_embeddings", minimum=1, default=top_level)
     same = original == top_level or not reader.has("original_max_position_embeddings")
     section.require(same, "original_max_position_embeddings", f"{top_level}, as at the top level")
     if kind == "longrope":
         factor = section.float("factor", default=trained / original)
+        holder = _holder(reader, section, "original_max_position_embeddings")
+        holder.require(factor <= 1 or original > 1, "original_max_position_embeddings", "at least 2")
         inverse, magnitude = _longrope(section, inverse, factor, original, uses_short_mscale=uses_short_mscale)
         rotary = scaled(inverse, factor, magnitude=magnitude)
         return dataclasses.replace(rotary, context_length=min(original, trained))
-    factor = section.float("factor", default=trained / original)
-    section.require(factor >= 1, "factor", "a number of at least 1")
+    factor = _read_factor(section, default=trained / original)
     if kind == "llama3":
         return scaled(_llama3(section, inverse, factor, original), factor)
+    _holder(reader, section, "rope_theta").require(unscaled.theta > 1, "rope_theta", "a number above 1")
     inverse = _yarn(section, inverse, base=unscaled.theta, size=2 * inverse.size, factor=factor, original=original)
     magnitude = section.float("attention_factor", default=_attention_factor(section, factor))
     return scaled(inverse, factor, magnitude=magnitude)
@@ -112,12 +122,33 @@ def _scaled(
 
 def _proportional(section: ConfigReader, head_dim: int, base: float, share: float) -> tuple[float, ...]:
     """The frequencies of complete heads, of which the first `share` rotate: the others are 0."""
-    factor, rotating = section.float("factor", default=1.0), int(share * head_dim // 2)
-    section.require(factor > 0, "factor", "a positive number")
+    factor, rotating = _read_positive(section, "factor", default=1.0), int(share * head_dim // 2)
     powers = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    inverse = (1.0 / base ** powers.astype(np.float64)).astype(np.float32) / np.float32(factor)
+    with np.errstate(over="ignore"):
+        inverse = (1.0 / base ** powers.astype(np.float64)).astype(np.float32) / np.float32(factor)
     inverse[rotating:] = 0.0
+    _require_finite(section, inverse)
     return _numbers(inverse)
+
+
+def _require_finite(reader: ConfigReader, inverse: Float32[np.ndarray, " F"]) -> None:
+    reader.require(bool(np.isfinite(inverse).all()), "rope_theta", "a base whose frequencies float32 holds")
+
+
+def _read_positive(section: ConfigReader, key: str, *, default: float) -> float:
+    """A positive number that float32 holds, as it holds the inverse."""
+    value = section.float(key, default=default)
+    section.require(
+        1 / _LARGEST <= value <= _LARGEST, key, f"a positive number of {1 / _LARGEST:.0e} to {_LARGEST:.0e}"
+    )
+    return value
+
+
+def _read_factor(section: ConfigReader, *, default: float | None = None) -> float:
+    """What positions are stretched by."""
+    factor = section.float("factor", default=default)
+    section.require(1 <= factor <= _LARGEST, "factor", "a number of at least 1 that float32 holds")
+    return factor
 
 
 def _section(reader: ConfigReader) -> ConfigReader:
@@ -158,10 +189,10 @@ def _yarn(
         return size * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = (
-        rotation_dim(section.float("beta_fast", default=32.0)),
-        rotation_dim(section.float("beta_slow", default=1.0)),
+        rotation_dim(_read_positive(section, "beta_fast", default=32.0)),
+        rotation_dim(_read_positive(section, "beta_slow", default=1.0)),
     )
-    if section.bool("truncate", default=True):
+    if section.with_null(False, "truncate").bool("truncate", default=True):  # as transformers takes null
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, size - 1)
     ramp = np.clip(
@@ -174,7 +205,8 @@ def _llama3(
     section: ConfigReader, inverse: Float32[np.ndarray, " F"], factor: float, original: int
 ) -> Float32[np.ndarray, " F"]:
     low, high = section.float("low_freq_factor"), section.float("high_freq_factor")
-    section.require(high >= low > 0, "high_freq_factor", "at least low_freq_factor, which is above 0")
+    expected = "at least low_freq_factor, which is above 0, and a number that float32 holds"
+    section.require(_LARGEST >= high >= low > 0, "high_freq_factor", expected)
     turns = original * inverse / (2 * np.pi)
     smooth = (
         np.clip((turns - low) / (high - low), 0, 1) if high > low else (turns >= low).astype(np.float32)
@@ -187,8 +219,10 @@ def _longrope(
 ) -> tuple[Float32[np.ndarray, " F"], float]:
     """The long factors change every position of a sequence once it outgrows the original length, so keys in a cache
     would go stale: served up to the original length. Returns frequencies and magnitude."""
-    factors = np.asarray(section.floats("short_factor"), np.float32)
-    section.require(factors.shape == inverse.shape, "short_factor", f"{inverse.size} numbers")
+    numbers = section.floats("short_factor")
+    holds = len(numbers) == inverse.size and all(1 / _LARGEST <= number <= _LARGEST for number in numbers)
+    section.require(holds, "short_factor", f"{inverse.size} numbers, positive ones that float32 holds")
+    factors = np.asarray(numbers, np.float32)
     default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     magnitude = section.float("attention_factor", default=default)
     return inverse / factors, section.float("short_mscale", default=magnitude) if uses_short_mscale else magnitude
@@ -196,6 +230,7 @@ def _longrope(
 
 def _attention_factor(section: ConfigReader, factor: float) -> float:
     some, every = section.float("mscale", default=0.0), section.float("mscale_all_dim", default=0.0)
+    section.require(0 <= some <= _LARGEST, "mscale", "a number of at least 0 that float32 holds")
     if some and every:
         return _yarn_magnitude(factor, some) / _yarn_magnitude(factor, every)
     return _yarn_magnitude(factor, 1.0)

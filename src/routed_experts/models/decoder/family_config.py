@@ -164,13 +164,16 @@ class FamilyConfig:
     `output_norm_names` and `stream_scale`: of layers that have output norms or are scaled. `ignored_tensors`: shell
     patterns of tensors that a checkpoint may hold without a use here. `num_predicting`: layers behind the last one that
     predict further tokens; the decoder does not run them. `predictor`: how they compute; None where the model has none
-    of a served kind. `most_repeats`: of a pattern in one block; None: all that follow one another."""
+    of a served kind. `most_repeats`: of a pattern in one block; None: all that follow one another. `position_limit`:
+    tokens of a sequence up to which the layers compute what config.json says, None for any number; past them rotary
+    frequencies change for the whole sequence, or a window ends that is left out as it is as wide as the context."""
 
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerSpec, ...]
     norm_eps: float
     context_length: int
+    position_limit: int | None = None
     tie_embeddings: bool = False
     layer_norms: bool = False
     norm_offset: float = 0.0

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.rotary import RotarySpec
-from routed_experts.models.base.config_reader import ConfigReader
+from routed_experts.models.base.config_reader import MAX_HEAD_DIM, ConfigReader
 from routed_experts.models.base.interface import AttentionFn, SequenceOps
 from routed_experts.models.base.partitioning import AxisPartition, ParallelConfig
 from routed_experts.models.base.rotary_reader import read_rotary
@@ -109,12 +109,13 @@ def read_llama_layer(reader: ConfigReader, *, input_norms: tuple[str, ...], doub
     hidden, heads = reader.int("hidden_size", minimum=1), reader.int("num_attention_heads", minimum=1)
     kv_heads = reader.int("num_key_value_heads", minimum=1, default=heads)
     reader.require(heads % kv_heads == 0, "num_key_value_heads", f"a divisor of num_attention_heads={heads}")
-    head_dim = reader.int("head_dim", minimum=2, default=max(2, hidden // heads))
+    head_dim = reader.int("head_dim", minimum=2, maximum=MAX_HEAD_DIM, default=max(2, hidden // heads))
     reader.require(head_dim % 2 == 0, "head_dim", "an even number: rotary positions turn pairs")
     reader.require(reader.str("hidden_act", default="silu") == "silu", "hidden_act", "'silu'")
     for switch in ("mlp_bias", "use_sliding_window"):
         reader.require(not reader.bool(switch, default=False), switch, "false")
     bias, eps = reader.bool("attention_bias", default=False), reader.float("rms_norm_eps", default=1e-6)
+    reader.require(eps >= 0, "rms_norm_eps", "a number of at least 0")
     attention = GroupedAttention(
         num_heads=heads,
         num_kv_heads=kv_heads,

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection
 
 from routed_experts.layers.routing import RouterSpec
-from routed_experts.models.base.config_reader import ConfigReader
+from routed_experts.models.base.config_reader import MAX_HEAD_DIM, ConfigReader
 from routed_experts.models.base.rotary_reader import Rotary, read_rotary
 from routed_experts.models.decoder.family_config import MAX_NEXTN_LAYERS, FamilyConfig, LayerSpec, PredictorSpec
 from routed_experts.models.decoder.feed_forward import Dense, Sparse
@@ -32,8 +32,13 @@ def read_deepseek_v2(reader: ConfigReader) -> FamilyConfig:
 
 
 def read_deepseek_v3(reader: ConfigReader) -> FamilyConfig:
-    """Read config.json of DeepSeek-V3, Kimi-K2 or Moonlight."""
+    """Read config.json of DeepSeek-V3, Kimi-K2 or Moonlight. transformers takes null of the two switches as false, and
+    rotates `head_dim` dims where the file has it."""
+    reader = reader.with_null(False, "norm_topk_prob", "rope_interleave")
     sizes = read_sizes(reader, latent=True)
+    rotary_dim = reader.int("qk_rope_head_dim", minimum=2, maximum=MAX_HEAD_DIM)
+    holds = not reader.has("head_dim") or sizes.head_dim == rotary_dim
+    reader.require(holds, "head_dim", f"qk_rope_head_dim={rotary_dim}, or no such key")
     router = read_biased_router(reader, num_groups=8, topk_group=4, scale=2.5)
     first = reader.int("first_k_dense_replace", minimum=0, default=3)
     return latent_decoder(reader, sizes, router, interleaved=read_interleaved(reader), dense=range(first), shared=1)
@@ -149,7 +154,10 @@ def read_latent(
     refuse(reader, "attention_bias")
     expected = f"num_attention_heads={sizes.num_heads}: every head has keys of its own"
     reader.require(sizes.num_kv_heads == sizes.num_heads, "num_key_value_heads", expected)
-    key_dim, rotary_dim = reader.int("qk_nope_head_dim", minimum=1), reader.int("qk_rope_head_dim", minimum=2)
+    key_dim, rotary_dim = (
+        reader.int("qk_nope_head_dim", minimum=1),
+        reader.int("qk_rope_head_dim", minimum=2, maximum=MAX_HEAD_DIM),
+    )
     rotary = read_rotary(reader, rotary_dim, interleaved=interleaved, theta=theta)
     attention = LatentAttention(
         num_heads=sizes.num_heads,

@@ -30,7 +30,7 @@ def _read_llama(reader: ConfigReader, *, slides: bool) -> FamilyConfig:
     rotary = read_rotary(reader, sizes.head_dim)
     sizes = sizes.within(rotary)
     refuse(reader, "mlp_bias")
-    bias, window = reader.bool("attention_bias", default=False), read_window(reader, sizes) if slides else 0
+    bias, window = reader.bool("attention_bias", default=False), read_window(reader) if slides else 0
     attention = dataclasses.replace(sizes.attention(rotary.spec), bias_in=bias, bias_out=bias, window=window)
     layer = LayerSpec(mixer=attention, feed=Dense(width=reader.int("intermediate_size", minimum=1)))
     return sizes.decoder([layer] * sizes.num_layers)

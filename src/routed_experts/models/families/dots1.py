@@ -47,4 +47,4 @@ def _read_windows(reader: ConfigReader, sizes: Sizes) -> tuple[int, ...]:
     reader.require(
         slides or "sliding_attention" not in kinds, "layer_types", "full_attention alone without sliding_window"
     )
-    return tuple(read_window(reader, sizes) if kind == "sliding_attention" else 0 for kind in kinds)
+    return tuple(read_window(reader) if kind == "sliding_attention" else 0 for kind in kinds)

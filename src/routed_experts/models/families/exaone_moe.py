@@ -31,7 +31,7 @@ def read_exaone_moe(reader: ConfigReader) -> FamilyConfig:
     reader = reader.with_default("sliding_window", 4096)
     expected = "a number: positions of a model without windows are not known"
     reader.require(reader.has("sliding_window"), "sliding_window", expected)
-    sliding = dataclasses.replace(full, rotary=rotary.spec, window=read_window(reader, sizes))
+    sliding = dataclasses.replace(full, rotary=rotary.spec, window=read_window(reader))
     width = reader.int("moe_intermediate_size", minimum=1)
     shared = shared_width(reader, width, default=1)
     sparse = Sparse(router=router, width=width, shared_width=shared, names=_NAMES, wide_router=True)

@@ -8,8 +8,8 @@ import dataclasses
 import math
 
 from routed_experts.layers.routing import RouterSpec
-from routed_experts.models.base.config_reader import ConfigReader
-from routed_experts.models.base.rotary_reader import read_rotary
+from routed_experts.models.base.config_reader import MAX_HEAD_DIM, ConfigReader
+from routed_experts.models.base.rotary_reader import Rotary, read_rotary
 from routed_experts.models.decoder.dense_beside_sparse import DenseBesideSparse
 from routed_experts.models.decoder.expert_names import ExpertNames, Stacked
 from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec
@@ -37,7 +37,7 @@ def read_gemma4_text(reader: ConfigReader, *, stem: str = "model.") -> FamilyCon
     """Read config.json of a text model with experts in each layer."""
     sizes = dataclasses.replace(
         read_sizes(reader, tied=True),
-        head_dim=reader.int("head_dim", minimum=2, default=256),
+        head_dim=reader.int("head_dim", minimum=2, maximum=MAX_HEAD_DIM, default=256),
         num_kv_heads=reader.int("num_key_value_heads", minimum=1, default=4),
     )
     reader.str("hidden_activation", default=_GELU, choices=(_GELU,))
@@ -63,7 +63,10 @@ def read_gemma4_text(reader: ConfigReader, *, stem: str = "model.") -> FamilyCon
         router_scale="router.scale",
         expert_scale="router.per_expert_scale",
     )
-    mixers = {kind: _attention(reader, sizes, kind, kinds) for kind in set(kinds)}
+    mixers: dict[str, GroupedAttention] = {}
+    for kind in sorted(set(kinds)):
+        mixers[kind], rotary = _attention(reader, sizes, kind, kinds)
+        sizes = sizes.within(rotary)
     return dataclasses.replace(
         sizes.decoder([LayerSpec(mixer=mixers[kind], feed=feed, output_norms=True, scaled=True) for kind in kinds]),
         stem=stem,
@@ -92,8 +95,10 @@ def _layer_section(reader: ConfigReader, layer: int, num_layers: int) -> ConfigR
     return section.section(keys.get(layer, str(layer)))
 
 
-def _attention(reader: ConfigReader, sizes: Sizes, kind: str, kinds: tuple[str, ...]) -> GroupedAttention:
-    """The attention of one kind of layers."""
+def _attention(
+    reader: ConfigReader, sizes: Sizes, kind: str, kinds: tuple[str, ...]
+) -> tuple[GroupedAttention, Rotary]:
+    """The attention of one kind of layers, and its positions."""
     is_full = kind == "full_attention"
     shared = is_full and reader.bool("attention_k_eq_v", default=False)
     head_dim, kv_heads = sizes.head_dim, sizes.num_kv_heads
@@ -101,10 +106,10 @@ def _attention(reader: ConfigReader, sizes: Sizes, kind: str, kinds: tuple[str, 
         layers = [_layer_section(reader, index, len(kinds)) for index, own in enumerate(kinds) if own == kind]
         alike = all(layer.values == layers[0].values and layer.values.keys() <= _OWN for layer in layers)
         reader.require(alike, "per_layer_config", f"for all {kind} layers the same {' and '.join(sorted(_OWN))}")
-        head_dim = layers[0].int("head_dim", minimum=2, default=head_dim)
+        head_dim = layers[0].int("head_dim", minimum=2, maximum=MAX_HEAD_DIM, default=head_dim)
         kv_heads = layers[0].int("num_key_value_heads", minimum=1, default=kv_heads)
     elif is_full:
-        head_dim = reader.int("global_head_dim", minimum=2, default=512)
+        head_dim = reader.int("global_head_dim", minimum=2, maximum=MAX_HEAD_DIM, default=512)
         kv_heads = reader.int("num_global_key_value_heads", minimum=1, default=kv_heads) if shared else kv_heads
     reader.require(sizes.num_heads % kv_heads == 0, "num_key_value_heads", f"a divisor of {sizes.num_heads} in {kind}")
     sections = reader.section("rope_parameters")
@@ -117,7 +122,11 @@ def _attention(reader: ConfigReader, sizes: Sizes, kind: str, kinds: tuple[str, 
     is_proportional = "proportional" in (positions.get("rope_type"), positions.get("type"))
     part = 1.0 if is_proportional else None  # transformers cuts no other kind's heads
     rotary = read_rotary(own, head_dim, theta=_THETA[kind], part=part)
-    reader.require(rotary.context_length is None, "rope_parameters", "positions that hold up to the trained length")
+    holds = rotary.context_length in (None, sizes.context_length)
+    reader.require(holds, "rope_parameters", "positions that hold up to the trained length")
     sized = dataclasses.replace(sizes, head_dim=head_dim, num_kv_heads=kv_heads).attention(rotary.spec)
     window = 0 if is_full else reader.int("sliding_window", minimum=1, default=512)
-    return dataclasses.replace(sized, qk_norm="head", value_norm=True, keys_are_values=shared, scale=1.0, window=window)
+    attention = dataclasses.replace(
+        sized, qk_norm="head", value_norm=True, keys_are_values=shared, scale=1.0, window=window
+    )
+    return attention, rotary

@@ -50,13 +50,12 @@ def read_llama4_text(reader: ConfigReader) -> FamilyConfig:
     step = reader.int("interleave_moe_layer_step", minimum=1, default=1)
     sparse_layers = reader.ints("moe_layers", default=tuple(range(step - 1, sizes.num_layers, step)))
     plain = sizes.attention(None)
-    chunk = reader.int("attention_chunk_size", minimum=1, default=sizes.context_length)
     chunked = dataclasses.replace(
         plain,
         rotary=rotary.spec,
         qk_norm="bare" if reader.bool("use_qk_norm", default=True) else "",
         norm_after_rope=True,
-        chunk=chunk if chunk < sizes.context_length else 0,
+        chunk=reader.int("attention_chunk_size", minimum=1) if has_chunks else 0,
     )
     if _is_tuned(reader):
         floor = reader.int("floor_scale", minimum=1, default=8192)

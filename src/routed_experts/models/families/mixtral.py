@@ -25,7 +25,7 @@ def read_mixtral(reader: ConfigReader) -> FamilyConfig:
     experts, top_k = read_experts(reader, key="num_local_experts")
     refuse(reader, "norm_topk_prob", allowed=(True,), default=True)
     router = RouterSpec(num_experts=experts, top_k=top_k, renormalize=True)
-    attention = dataclasses.replace(sizes.attention(rotary.spec), window=read_window(reader, sizes))
+    attention = dataclasses.replace(sizes.attention(rotary.spec), window=read_window(reader))
     layer = LayerSpec(
         mixer=attention, feed=Sparse(router=router, width=reader.int("intermediate_size", minimum=1), names=_NAMES)
     )
@@ -47,7 +47,7 @@ def read_phimoe(reader: ConfigReader) -> FamilyConfig:
     )
     bias = reader.bool("attention_bias", default=False)
     attention = sizes.attention(rotary.spec)
-    attention = dataclasses.replace(attention, window=read_window(reader, sizes), bias_in=bias, bias_out=bias)
+    attention = dataclasses.replace(attention, window=read_window(reader), bias_in=bias, bias_out=bias)
     layer = LayerSpec(
         mixer=attention, feed=Sparse(router=router, width=reader.int("intermediate_size", minimum=1), names=_NAMES)
     )

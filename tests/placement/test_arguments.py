@@ -1,0 +1,98 @@
+"""Arguments of plans and simulations of other types are refused by name, with the type that is expected."""
+
+import re
+
+import numpy as np
+import pytest
+
+from routed_experts import ResidencyMap, RoutedExperts, placement
+from routed_experts.core.errors import PlacementError
+
+LOAD = np.arange(16.0).reshape(2, 8)
+SIZES = dict(num_instances=8, num_devices=2)
+PLAN, RESIDENCY = placement.eplb(LOAD, **SIZES), placement.resident(LOAD, per_layer=2)
+COSTS = dict(expert_time_s=1.0, expert_bytes=1, link_bytes_per_s=1.0)
+
+
+def record():
+    """Five tokens, each with two of eight experts in both layers."""
+    ids = np.tile(np.arange(2, dtype=np.uint8), (5, 2, 1))
+    sizes = dict(num_tokens=6, num_prompt_tokens=0, layer_ids=(0, 1), num_hidden_layers=2, num_experts=8)
+    return RoutedExperts(ids=ids, start=0, version_spans=((0, 5, 0),), **sizes)
+
+
+RECORDS = [record()]
+WRONG = {
+    "words for a load": (lambda: placement.eplb("x", **SIZES), "load='x' is no array of real numbers; expected [M, E]"),
+    "objects for a load": (lambda: placement.resident([["a"] * 8] * 2, per_layer=2), "is no array of real numbers"),
+    "ragged rows": (lambda: placement.static_coverage([[1, 2], [3]]), "load=a list of 2 is no array of real numbers"),
+    "complex loads": (lambda: placement.concentration(LOAD + 1j), "is no array of real numbers"),
+    "no load": (lambda: placement.resident(None, per_layer=2), "load has shape []; expected [M, E]"),
+    "an infinite sum": (lambda: placement.eplb(LOAD * 2e306, **SIZES), "load of MoE layer 1 has an infinite sum"),
+    "instances": (lambda: placement.eplb(LOAD, num_instances=8.0, num_devices=2), "num_instances=8.0 is float"),
+    "instances as text": (lambda: placement.eplb(LOAD, num_instances="8", num_devices=2), "num_instances='8' is str"),
+    "a bool": (lambda: placement.eplb(LOAD, num_instances=True, num_devices=1), "num_instances=True is bool"),
+    "devices": (
+        lambda: placement.eplb(LOAD, num_instances=8, num_devices=None),
+        "num_devices=None is NoneType; expected an integer of at least 1",
+    ),
+    "groups": (lambda: placement.eplb(LOAD, **SIZES, num_groups=1.5), "num_groups=1.5 is float"),
+    "the replaced placement": (
+        lambda: placement.eplb(LOAD, **SIZES, previous=3),
+        "previous is int; expected ExpertPlacement",
+    ),
+    "replicas": (lambda: placement.rebalance(LOAD, **SIZES, max_replicas=2.0), "max_replicas=2.0 is float"),
+    "residents": (
+        lambda: placement.resident(LOAD, per_layer=None),
+        "per_layer=None is NoneType; expected an integer of 0 to 8",
+    ),
+    "a share of residents": (lambda: placement.resident(LOAD, per_layer=1.5), "per_layer=1.5 is float"),
+    "the replaced residency": (
+        lambda: placement.resident(LOAD, per_layer=2, previous=PLAN),
+        "previous is ExpertPlacement; expected ResidencyMap",
+    ),
+    "no plan": (
+        lambda: placement.simulate(RECORDS, None),
+        "plan is NoneType; expected ExpertPlacement or ResidencyMap or AdaptiveResidency",
+    ),
+    "a load for a plan": (lambda: placement.simulate(RECORDS, LOAD), "plan is ndarray; expected ExpertPlacement"),
+    "no records": (lambda: placement.simulate(None, PLAN), "records is NoneType; expected a list of RoutedExperts"),
+    "a record alone": (lambda: placement.simulate(RECORDS[0], PLAN), "records is RoutedExperts; expected a list of"),
+    "other records": (lambda: placement.simulate([RECORDS[0], 1], PLAN), "records hold int; expected a list of"),
+    "half a token": (lambda: placement.simulate(RECORDS, PLAN, step_tokens=1.5), "step_tokens=1.5 is float"),
+    "no tokens": (lambda: placement.simulate(RECORDS, PLAN, step_tokens=None), "step_tokens=None is NoneType"),
+    "what a simulation replaces": (
+        lambda: placement.simulate(RECORDS, PLAN, previous=3),
+        "previous is int; expected ExpertPlacement or ResidencyMap",
+    ),
+    "seconds": (
+        lambda: placement.estimate_move(LOAD, PLAN, PLAN, **COSTS | dict(expert_time_s="x")),
+        "expert_time_s='x'; expected a finite number of at least 0",
+    ),
+    "no bytes": (
+        lambda: placement.estimate_move(LOAD, PLAN, PLAN, **COSTS | dict(expert_bytes=None)),
+        "expert_bytes=None; expected a finite number of at least 0",
+    ),
+    "a placement of now": (lambda: placement.estimate_move(LOAD, None, PLAN, **COSTS), "now is NoneType; expected Exp"),
+    "copies": (lambda: placement.num_copies(PLAN, RESIDENCY), "new is ResidencyMap; expected ExpertPlacement"),
+    "promoted": (lambda: placement.num_promoted(RESIDENCY, PLAN), "new is ExpertPlacement; expected ResidencyMap"),
+    "nodes": (lambda: placement.relabel(PLAN, PLAN, num_nodes=1.0), "num_nodes=1.0 is float; expected an integer"),
+    "costs": (lambda: placement.ExpertCosts(host_s="x"), "host_s='x'; expected a finite number of seconds"),
+    "a start": (lambda: placement.AdaptiveResidency.start(PLAN), "residency is ExpertPlacement; expected ResidencyMap"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_arguments_of_other_types_are_refused_by_name(case):
+    call, message = WRONG[case]
+    with pytest.raises(PlacementError, match=re.escape(message)):
+        call()
+
+
+def test_integers_and_numbers_of_numpy_are_taken():
+    sizes = {name: np.int64(value) for name, value in SIZES.items()}
+    assert (placement.eplb(LOAD, **sizes).physical_to_logical_map == PLAN.physical_to_logical_map).all()
+    assert isinstance(placement.resident(LOAD.astype(np.int32), per_layer=np.uint8(2)), ResidencyMap)
+    assert placement.simulate(iter(RECORDS), PLAN, step_tokens=np.int32(4)).num_steps == 2
+    costs = {name: np.float32(value) for name, value in COSTS.items()}
+    assert not placement.estimate_move(LOAD, PLAN, PLAN, **costs).pays_off
