@@ -493,6 +493,24 @@ def test_scales_served_in_bfloat16_are_pushed_in_any_dtype_that_it_holds(halves,
         assert_near(answers(engine), expected)
 
 
+@pytest.mark.parametrize("halves", [GPT_OSS], indirect=True)
+def test_scales_of_mxfp4_that_are_no_powers_of_two_are_refused(halves):
+    """As the format has no others, and kernels multiply codes by them in bfloat16."""
+    written, _, _ = halves
+    with Engine(str(written.quantized), **ARRAY_CODE) as engine:
+        before = answers(engine)
+        folder = ModelFolder.open(written.quantized).with_codes(CodeSupport(formats=frozenset(["e2m1"])))
+        leaves = nnx.to_flat_state(nnx.state(folder.load(jnp.dtype("float32"))))
+        served = {".".join(map(str, path)): leaf[...] for path, leaf in leaves}
+        name = next(name for name in served if name.endswith("_scale"))
+        wrong = served | {name: served[name].at[0, 0, 0].multiply(1.5)}
+        for how in (dict(), dict(copy=True)):
+            with pytest.raises(WeightsMismatchError, match=f"broken scales: {name}; expected scales of MXFP4 that are"):
+                engine.update_weights(wrong, **how)
+        assert answers(engine) == before
+        engine.update_weights(served | {name: served[name].at[0, 0, 0].multiply(2)}, copy=True)
+
+
 @pytest.mark.devices(4)
 @pytest.mark.parametrize(
     ("halves", "ep_size"),

@@ -9,6 +9,7 @@ import gc
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jaxtyping import Array, Bool, Shaped
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PARAM, WeightsMismatchError
+from routed_experts.engine.control.scale_rules import ScaleRule
 from routed_experts.engine.control.served_model import ServedModel
 from routed_experts.execution.memory_plan import common_dtype
 from routed_experts.layers.quantized import CODE_DTYPES, E4M3, FLOAT32, SCALE, has_nan
@@ -42,9 +44,10 @@ def to_state(new: Weights, served: nnx.State[Any, Any], config: FamilyConfig | N
     """The served state's tree with the arrays of `new`, which are checked by name, shape and dtype and not copied.
     `config`: of a model that is served with codes; plain arrays in their place are quantised once all of them fit.
 
-    Raises WeightsMismatchError with the first paths that differ, or that hold NaN, infinity or negative scales."""
+    Raises WeightsMismatchError with the first paths that differ, or that hold NaN, infinity or broken scales
+    (`ScaleRule`)."""
     inputs, expected = _matched(new, served, config, any_dtype=False)
-    _check_finite(inputs, param="state", scales=_scales(config))
+    _check_finite(inputs, param="state", rules=_scale_rules(config))
     return nnx.from_flat_state(
         [(path, leaf.replace(_to_array(inputs[name]))) for name, (path, leaf) in expected.items()]
     )
@@ -52,10 +55,10 @@ def to_state(new: Weights, served: nnx.State[Any, Any], config: FamilyConfig | N
 
 def to_copies(new: Weights, served: nnx.State[Any, Any], config: FamilyConfig | None = None) -> nnx.State[Any, Any]:
     """The served state's tree with copies of the arrays of `new`, in the served dtypes. On an accelerator one program
-    copies, casts and looks for NaN, infinity and negative scales. Raises as `to_state`, but for dtypes that can be
+    copies, casts and looks for NaN, infinity and broken scales. Raises as `to_state`, but for dtypes that can be
     cast."""
     inputs, expected = _matched(new, served, config, any_dtype=True)
-    scales = _scales(config)
+    rules = _scale_rules(config)
     by_devices: dict[frozenset[Any], list[str]] = defaultdict(list)
     for name, array in inputs.items():
         by_devices[frozenset(array.devices()) if isinstance(array, jax.Array) else frozenset()].append(name)
@@ -64,11 +67,10 @@ def to_copies(new: Weights, served: nnx.State[Any, Any], config: FamilyConfig | 
     for devices, names in by_devices.items():
         arrays, dtypes = [inputs[name] for name in names], tuple(expected[name][1].dtype for name in names)
         looks = any(device.platform != "cpu" for device in devices)
-        are_scales = tuple(name in scales for name in names)
-        copied, flags = _copied(arrays, dtypes, are_scales, looks=looks)
+        copied, flags = _copied(arrays, dtypes, tuple(map(rules.get, names)), looks=looks)
         copies |= dict(zip(names, copied, strict=True))
         finite |= {} if flags is None else dict(zip(names, np.asarray(flags).tolist(), strict=True))
-    _refuse_broken(_broken(copies, finite, scales), param="state", scales=scales)
+    _refuse_broken(_broken(copies, finite, rules), param="state", rules=rules)
     return nnx.from_flat_state([(path, leaf.replace(copies[name])) for name, (path, leaf) in expected.items()])
 
 
@@ -182,9 +184,10 @@ def _refuse_scaled(scaled: Mapping[str, object], inputs: Mapping[str, object], c
         raise WeightsMismatchError(f"{text}; give codes of {dtypes} with the scales{fix}", param="state")
 
 
-def _scales(config: FamilyConfig | None) -> frozenset[str]:
-    """Names of the scales of all codes."""
-    return frozenset() if config is None else frozenset(f"{name}{SCALE}" for name in config.coded_arrays)
+def _scale_rules(config: FamilyConfig | None) -> Mapping[str, ScaleRule]:
+    """What the scales of all codes must be, by name."""
+    coded = {} if config is None else config.coded_arrays
+    return {f"{name}{SCALE}": ScaleRule.of(array.format) for name, array in coded.items()}
 
 
 def _short_scales(coded: Mapping[str, CodedArray]) -> set[str]:
@@ -226,16 +229,16 @@ def _is_numbers(array: object) -> bool:
     return array.dtype in PLAIN_DTYPES and not (isinstance(array, jax.Array) and array.is_deleted())
 
 
-@functools.partial(jax.jit, static_argnames=("dtypes", "are_scales", "looks"))
+@functools.partial(jax.jit, static_argnames=("dtypes", "rules", "looks"))
 def _copied(
-    arrays: list[Any], dtypes: tuple[Any, ...], are_scales: tuple[bool, ...], *, looks: bool
+    arrays: list[Any], dtypes: tuple[Any, ...], rules: tuple[ScaleRule | None, ...], *, looks: bool
 ) -> tuple[list[Shaped[Array, "..."]], Bool[Array, " n"] | None]:
     """New arrays in these dtypes, where the old ones are, and with `looks` what `_finite_flags` returns of them."""
     copies = [
         jnp.copy(array) if array.dtype == dtype else array.astype(dtype)
         for array, dtype in zip(arrays, dtypes, strict=True)
     ]
-    return copies, _finite_flags(copies, are_scales) if looks else None
+    return copies, _finite_flags(copies, rules) if looks else None
 
 
 def load_state(
@@ -286,9 +289,11 @@ def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str
     return [*(name for name in names if name != "layers"), *fields]
 
 
-def _check_finite(leaves: Mapping[str, object], *, param: str, scales: Collection[str] = frozenset()) -> None:
-    """Raise WeightsMismatchError for NaN or infinity, which would spoil every token of every request, and for negative
-    numbers in the arrays that are named as `scales`."""
+def _check_finite(
+    leaves: Mapping[str, object], *, param: str, rules: Mapping[str, ScaleRule] = MappingProxyType({})
+) -> None:
+    """Raise WeightsMismatchError for NaN or infinity, which would spoil every token of every request, and for scales
+    that break their rule."""
     arrays = {name: _to_array(leaf) for name, leaf in leaves.items()}
     by_devices: dict[frozenset[Any], list[str]] = defaultdict(list)
     for name, array in arrays.items():
@@ -296,53 +301,54 @@ def _check_finite(leaves: Mapping[str, object], *, param: str, scales: Collectio
             by_devices[frozenset(array.devices())].append(name)
     finite: dict[str, bool] = {}
     for names in by_devices.values():  # one program reads each array once
-        flags = np.asarray(_finite_flags([arrays[name] for name in names], tuple(name in scales for name in names)))
+        flags = np.asarray(_finite_flags([arrays[name] for name in names], tuple(map(rules.get, names))))
         finite |= dict(zip(names, flags.tolist(), strict=True))
-    _refuse_broken(_broken(arrays, finite, scales), param=param, scales=scales)
+    _refuse_broken(_broken(arrays, finite, rules), param=param, rules=rules)
 
 
-def _broken(arrays: Mapping[str, Any], finite: Mapping[str, bool], scales: Collection[str]) -> list[str]:
-    """Names of arrays that are not finite, or are negative scales: as a program has told, or looked at now."""
+def _broken(arrays: Mapping[str, Any], finite: Mapping[str, bool], rules: Mapping[str, ScaleRule]) -> list[str]:
+    """Names of arrays that are not finite, or are broken scales: as a program has told, or looked at now."""
     return [
         name
         for name, array in arrays.items()
-        if not (finite[name] if name in finite else _is_finite(array, is_scale=name in scales))
+        if not (finite[name] if name in finite else _is_finite(array, rules.get(name)))
     ]
 
 
-def _refuse_broken(broken: Sequence[str], *, param: str, scales: Collection[str]) -> None:
-    """Raise for these arrays, of which `scales` must not be negative either."""
+def _refuse_broken(broken: Sequence[str], *, param: str, rules: Mapping[str, ScaleRule]) -> None:
+    """Raise for these arrays, some of which may be scales."""
     if broken:
         more = f" and {len(broken) - _SHOWN} more" if len(broken) > _SHOWN else ""
-        has_scales = any(name in scales for name in broken)
-        found = "NaN, infinity or negative scales" if has_scales else "NaN or infinity"
-        expected = "; expected finite scales that are not negative" if has_scales else ""
+        broken_rules = sorted({rules[name].value for name in broken if name in rules})
+        found = "NaN, infinity or broken scales" if broken_rules else "NaN or infinity"
+        expected = f"; expected {' and '.join(broken_rules)}" if broken_rules else ""
         text = f"{len(broken)} arrays hold {found}: {', '.join(broken[:_SHOWN])}{more}{expected}"
         raise WeightsMismatchError(f"{text}; the served weights stay as they are", param=param)
 
 
-@functools.partial(jax.jit, static_argnames="are_scales")
-def _finite_flags(arrays: list[Any], are_scales: tuple[bool, ...]) -> Bool[Array, " n"]:
-    """Of each array whether all its numbers are finite, and of scales whether none is negative."""
-    flags = [jnp.isfinite(array).all() for array in arrays]
-    signs = [jnp.signbit(array).any() if is_scale else None for array, is_scale in zip(arrays, are_scales, strict=True)]
-    pairs = zip(flags, signs, strict=True)
-    return jnp.stack([flag if sign is None else flag & ~sign for flag, sign in pairs])
+@functools.partial(jax.jit, static_argnames="rules")
+def _finite_flags(arrays: list[Any], rules: tuple[ScaleRule | None, ...]) -> Bool[Array, " n"]:
+    """Of each array whether all its numbers are finite, and whether scales keep their rule."""
+    flags = [
+        jnp.isfinite(array).all() if rule is None else rule.holds(array).all()
+        for array, rule in zip(arrays, rules, strict=True)
+    ]
+    return jnp.stack(flags)
 
 
 def _on_host(array: jax.Array) -> bool:
     return all(device.platform == "cpu" for device in array.devices())
 
 
-def _is_finite(array: Any, *, is_scale: bool = False) -> bool:
-    """Whether all numbers of an array on the host are finite, and of scales none is negative, without a copy. Several
-    processes look at their own parts of an array."""
+def _is_finite(array: Any, rule: ScaleRule | None = None) -> bool:
+    """Whether all numbers of an array on the host are finite, without a copy, and whether scales keep their rule.
+    Several processes look at their own parts of an array."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        return all(_is_finite(shard.data, is_scale=is_scale) for shard in array.addressable_shards)
+        return all(_is_finite(shard.data, rule) for shard in array.addressable_shards)
     if isinstance(array, jax.Array) and not _on_host(array):
-        return bool(_finite_flags([array], (is_scale,))[0])
+        return bool(_finite_flags([array], (rule,))[0])
     numbers = np.asarray(array)
-    return _is_finite_on_host(numbers) and not (is_scale and np.signbit(numbers).any())
+    return _is_finite_on_host(numbers) and (rule is None or bool(rule.holds(numbers).all()))
 
 
 def _is_finite_on_host(array: np.ndarray) -> bool:

@@ -1,0 +1,34 @@
+"""What the scales of codes must be, for those that a push of weights brings: as a checkpoint's are, and as kernels take
+them."""
+
+import enum
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from routed_experts.layers.quantized import E2M1
+
+
+class ScaleRule(enum.Enum):
+    """A rule, as errors state it. A GPU kernel multiplies codes of e2m1 by scales in bfloat16, which is exact for
+    powers of two alone (OCP Microscaling Formats 1.0 has no others)."""
+
+    NOT_NEGATIVE = "finite scales that are not negative"
+    POWERS_OF_TWO = "scales of MXFP4 that are powers of two or 0"
+
+    @staticmethod
+    def of(format: str) -> "ScaleRule":
+        """The rule for the scales of codes of that format."""
+        return ScaleRule.POWERS_OF_TWO if format == E2M1 else ScaleRule.NOT_NEGATIVE
+
+    def holds(self, scales: Float[Array, "..."] | Float[np.ndarray, "..."]) -> Bool[Array, "..."]:
+        """Which scales keep it; -0.0 is negative."""
+        info = jnp.finfo(scales.dtype)
+        bits = scales.view(f"uint{info.bits}")
+        fraction, rest = bits & ((1 << info.nmant) - 1), bits >> info.nmant  # `rest`: the sign and the exponent
+        is_finite = rest < (1 << info.nexp) - 1
+        if self is ScaleRule.NOT_NEGATIVE:
+            return is_finite
+        is_subnormal_power = (rest == 0) & (fraction & (fraction - 1) == 0)
+        return is_finite & ((fraction == 0) | is_subnormal_power)
