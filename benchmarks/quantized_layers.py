@@ -43,7 +43,7 @@ from routed_experts.layers.gpu.moe import MoeTiles, Tile, slot_outputs, tiles_fo
 from routed_experts.layers.gpu.packed_codes import RUNS
 from routed_experts.layers.gpu.scaled_rows import Rows, RowScaling
 from routed_experts.layers.gpu.warpgroups import find_warpgroups
-from routed_experts.layers.kernels import FusedSteps, NormedRows, RouterBiases, SlotOutputs, StreamNorm
+from routed_experts.layers.kernels import ExpertCounts, FusedSteps, NormedRows, RouterBiases, SlotOutputs, StreamNorm
 from routed_experts.layers.linear import reference_linear
 from routed_experts.layers.moe import ExpertCall, tiled_experts
 from routed_experts.layers.norm import rms_norm
@@ -201,7 +201,7 @@ class Layers:
         mixed = self.product(normed.fastest, matrices.first, layer)[..., : self.sizes.heads]
         mixed = jnp.sum(mixed, axis=0).astype(x.dtype)
         parts, norm = self.product(mixed, matrices.out, layer), self.norm(x, layer, matrices.gate_up)
-        norm = dataclasses.replace(norm, expert_rows=x.shape[0] * self.sizes.top_k / self.sizes.experts)
+        norm = dataclasses.replace(norm, experts=ExpertCounts(self.sizes.experts, self.sizes.top_k))
         x, normed, logits = self.fused.add_parts(x, parts, None, norm, matrices.router)
         routing, _ = self.fused.route(logits, None, None, layer, self.spec, RouterBiases(layer=layer))
         call = expert_call(normed.plain, routing.ids, routing.weights, matrices, layer, self.sizes.experts)

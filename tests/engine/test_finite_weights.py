@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from routed_experts.engine.control import weights
+from routed_experts.engine.control.scale_rules import ScaleRule
 
+RULE = ScaleRule.NOT_NEGATIVE
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 
 
@@ -25,7 +27,7 @@ def test_one_number_anywhere_decides(dtype, bits, monkeypatch):
         for each in (array, array.reshape(5, 201), array.reshape(5, 201)[:, ::2], jnp.asarray(array)):
             own = bool(np.isfinite(np.asarray(each).astype(np.float32)).all())
             assert weights._is_finite(each) == own
-        flags = weights._finite_flags([jnp.asarray(array), jnp.zeros(3)], (False, False))
+        flags = weights._finite_flags([jnp.asarray(array), jnp.zeros(3)], (None, None))
         assert flags.tolist() == [expected, True]
 
 
@@ -36,13 +38,13 @@ def test_whole_numbers_and_no_numbers_are_finite():
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("value", ["0", "1", "-1", "-0", "nan", "inf"])
-def test_scales_are_neither_negative_nor_broken(dtype, value):
+def test_scales_are_neither_negative_nor_infinite(dtype, value):
     """-0 is negative, as it is in a file."""
     scales = np.ones((3, 2, 5), dtype)
     scales[1, 0, 3] = float(value)
     expected = value in ("0", "1")
     for array in (scales, scales.transpose(2, 0, 1), jnp.asarray(scales)):
-        assert weights._is_finite(array, is_scale=True) == expected
-    flags = weights._finite_flags([jnp.asarray(scales), -jnp.ones(3)], (True, False))
+        assert weights._is_finite(array, RULE) == expected
+    flags = weights._finite_flags([jnp.asarray(scales), -jnp.ones(3)], (RULE, None))
     assert flags.tolist() == [expected, True]
-    assert weights._copied([jnp.asarray(scales)], (jnp.dtype(dtype),), (True,), looks=True)[1].tolist() == [expected]
+    assert weights._copied([jnp.asarray(scales)], (jnp.dtype(dtype),), (RULE,), looks=True)[1].tolist() == [expected]

@@ -232,7 +232,7 @@ def test_negative_scales_are_refused_and_compile_nothing(engine, plain, value):
     with contextlib.closing(CompileCount()) as count:
         for push in (wrong, {name: np.asarray(array) for name, array in wrong.items()}):
             for how in (dict(), dict(copy=True), dict(donate=True)):
-                with pytest.raises(WeightsMismatchError, match=rf"1 arrays .*broken scales: {scale}; expected finite"):
+                with pytest.raises(WeightsMismatchError, match=rf"1 arrays .*invalid scales: {scale}; expected finite"):
                     engine.update_weights(push, **how)
         warm = count.startup
         engine.update_weights(dict(served), copy=True)

@@ -18,7 +18,7 @@ def is_power(number: float) -> bool:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("on_host", [False, True])
-def test_rules_hold_for_the_numbers_that_they_name(dtype, on_host):
+def test_rules_are_met_by_the_numbers_that_they_name(dtype, on_host):
     """For every number of 16 bits; of float32, for those of bfloat16 and their neighbours."""
     bits = np.arange(2**16, dtype=np.uint16)
     if dtype == jnp.float32:
@@ -29,13 +29,13 @@ def test_rules_hold_for_the_numbers_that_they_name(dtype, on_host):
     scales = numbers if on_host else jnp.asarray(numbers)
     values = [float(number) for number in numbers]
     finite = [math.isfinite(value) and math.copysign(1, value) > 0 for value in values]
-    np.testing.assert_array_equal(ScaleRule.NOT_NEGATIVE.holds(scales), finite)
+    np.testing.assert_array_equal(ScaleRule.NOT_NEGATIVE.is_valid(scales), finite)
     powers = [keeps and (value == 0 or is_power(value)) for keeps, value in zip(finite, values, strict=True)]
-    np.testing.assert_array_equal(ScaleRule.POWERS_OF_TWO.holds(scales), powers)
+    np.testing.assert_array_equal(ScaleRule.POWERS_OF_TWO.is_valid(scales), powers)
 
 
 def test_scales_of_mxfp4_alone_are_powers_of_two():
-    assert [ScaleRule.of(form) for form in (E4M3, INT4, E2M1)] == [
+    assert [ScaleRule.for_format(form) for form in (E4M3, INT4, E2M1)] == [
         ScaleRule.NOT_NEGATIVE,
         ScaleRule.NOT_NEGATIVE,
         ScaleRule.POWERS_OF_TWO,

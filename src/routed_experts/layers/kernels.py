@@ -3,6 +3,7 @@ experts, M MoE layers, K experts per token, B rows, V vocabulary."""
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,12 +65,19 @@ class SharedExperts:
     gate: Float[Array, "R D 1"] | None = None
 
 
+class ExpertCounts(NamedTuple):
+    """The routed experts of a layer, and how many of them a token has."""
+
+    num_experts: int
+    top_k: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StreamNorm:
     """The norm that follows an addition to the residual stream: the scales of the run, to which `offset` is added, and
     the layer's row. What is added to the stream is multiplied by `residual_scale`. `next_matrices`: those that the
     normed rows are multiplied by first; from them the kernel knows whether to scale rows, too. None: it does not.
-    `expert_rows`: where they are experts' matrices, the rows of an expert, on average."""
+    `experts`: whose they are, where they are experts' matrices."""
 
     scales: Float[Array, "R D"]
     layer: Int[Array, ""]
@@ -77,7 +85,7 @@ class StreamNorm:
     offset: float = 0.0
     residual_scale: float = 1.0
     next_matrices: Weight | None = None
-    expert_rows: float | None = None
+    experts: ExpertCounts | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -10,6 +10,7 @@ import itertools
 import math
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -211,6 +212,34 @@ def test_products_with_codes_of_4_bits_equal_float64(case, form, dtype):
     plain = reference_linear(x, weight, 1, F32)
     reach = np.abs(wide(x)) @ np.abs(numbers(weight, 1))
     assert np.max(np.abs(np.asarray(total - plain)) / reach) < 2 * SUMS
+
+
+def num_scalings(rows, weight, scaled) -> int:
+    """Products of a block of sums by numbers, in a program of one step."""
+    tile = dataclasses.replace(SMALL, scaled=scaled)
+    jaxpr = jax.make_jaxpr(lambda x, w: partial_sums(x, w, 1, tile=tile, interpret=True))(rows, weight)
+
+    def count(jaxpr) -> int:
+        total = 0
+        for equation in jaxpr.eqns:
+            is_sums = equation.primitive.name == "mul" and equation.outvars[0].aval.shape == (tile.out, tile.rows)
+            total += is_sums + sum(map(count, jax.extend.core.jaxprs_in_params(equation.params)))
+        return total
+
+    return count(jaxpr.jaxpr)
+
+
+def test_rows_of_bfloat16_are_multiplied_by_codes_of_e2m1_times_scales():
+    """In place of two products of each pair of groups by scales; what is left is the unit. Of int4 they are not: its
+    scales are any numbers."""
+    x = jnp.ones((16, 128), HALF)
+    counts = {
+        form: num_scalings(x, random_halves(jax.random.key(0), 2, 128, 32, 32, form=form, run=32), None)
+        for form in ("int4", "e2m1")
+    }
+    assert counts == {"int4": 4, "e2m1": 1}
+    weight = random_halves(jax.random.key(0), 2, 128, 32, 32, form="e2m1", run=32)
+    assert num_scalings(x, weight, RowScaling.KERNEL) > 4, "rows that are scaled have an inverse"
 
 
 @pytest.mark.parametrize("form", ["int4", "e2m1"])

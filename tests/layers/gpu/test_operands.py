@@ -1,5 +1,6 @@
 """Which inputs a block of a GPU kernel sums, counted in inputs, bytes and groups, and codes of 4 bits as numbers."""
 
+import dataclasses
 import itertools
 from fractions import Fraction
 
@@ -10,6 +11,10 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from routed_experts.layers.gpu import attention, backends, packed_codes
+from routed_experts.layers.gpu.attention import gpu_attention_backend
+from routed_experts.layers.gpu.backends import gpu_kernels
+from routed_experts.layers.gpu.capability import converts_e4m3
 from routed_experts.layers.gpu.operands import Inputs
 from routed_experts.layers.gpu.packed_codes import SCALED_UNIT, UNITS, times_scales, unpack_halves
 
@@ -72,12 +77,41 @@ def run_on_gpu(function, *arrays):
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Device:
+    platform: str
+    compute_capability: str = ""
+
+
+def test_e4m3_needs_compute_capability_8_9():
+    assert converts_e4m3() and converts_e4m3([Device("cpu")])
+    for capability, converts in (("8.0", False), ("8.6", False), ("8.9", True), ("9.0", True), ("12.0", True)):
+        assert converts_e4m3([Device("cpu"), Device("gpu", capability)]) == converts, capability
+    assert not converts_e4m3([Device("gpu", "9.0"), Device("gpu", "8.0")])
+
+
+@pytest.mark.parametrize("module", [backends, attention])
+def test_gpus_below_8_9_keep_no_codes_of_8_bits(module, monkeypatch):
+    monkeypatch.setattr(module, "converts_e4m3", lambda: False)
+    if module is backends:
+        formats = [gpu_kernels(interpret=interpret).code_formats for interpret in (False, True)]
+        assert formats == [{"int4", "e2m1"}, {"e4m3", "int4", "e2m1"}]
+    else:
+        assert [gpu_attention_backend(interpret=interpret).kv_formats for interpret in (False, True)] == [
+            frozenset(),
+            frozenset({"e4m3"}),
+        ]
+
+
 COMPILED = [pytest.param(False, id="array code"), pytest.param(True, id="assembly", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("compiled", COMPILED)
+@pytest.mark.parametrize("converts", [True, False])
 @pytest.mark.parametrize("form", VALUES)
-def test_every_byte_has_the_values_of_its_halves(form, compiled):
+def test_every_byte_has_the_values_of_its_halves(form, converts, compiled, monkeypatch):
+    """Also as GPUs decode e2m1 that have no instruction for e4m3."""
+    monkeypatch.setattr(packed_codes, "converts_e4m3", lambda: converts)
     codes = jnp.asarray(BYTES if form == "e2m1" else BYTES.view(np.int8))
 
     def unpack(codes, *, interpret):

@@ -6,6 +6,7 @@ Dims: N tokens, K experts per token, D hidden, O outputs."""
 import collections
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.extend
@@ -26,7 +27,7 @@ from routed_experts.layers.gpu.moe import CODE_TILES, choose_tiles, slot_outputs
 from routed_experts.layers.gpu.operands import MatrixKind
 from routed_experts.layers.gpu.residual import add_parts, add_slots, normed_rows
 from routed_experts.layers.gpu.scaled_rows import RowScaling, scale_rows
-from routed_experts.layers.kernels import SlotOutputs, StreamNorm
+from routed_experts.layers.kernels import ExpertCounts, SlotOutputs, StreamNorm
 from routed_experts.models.decoder.coded_arrays import CodedArray
 from support.model_steps import PAGE, packed
 
@@ -186,33 +187,34 @@ def test_a_norm_scales_rows_for_experts_that_take_them():
         *[RowScaling.INSIDE] * 3,
         *[RowScaling.KERNEL] * 3,
     ]
-    most = max(tiles.rows for tiles in CODE_TILES if tiles.scaled is RowScaling.INSIDE)
     codes, x = random_weight(jax.random.key(0), 3, 64, 16, 16), jax.ShapeDtypeStruct((32, 64), HALF)
-    for rows, is_scaled in ((None, True), (most + 0.5, True), (most, False), (0.25, False)):
+    most = max(tiles.rows for tiles in CODE_TILES if tiles.scaled is RowScaling.INSIDE)
+    assert most == 8
+    for counts, is_scaled in ((None, True), ((32, 9), True), ((32, 8), False), ((128, 8), False), ((4, 1), False)):
 
-        def normed(x, rows=rows):
+        def normed(x, counts=counts):
             norm = StreamNorm(scales=jnp.ones((1, 64), HALF), layer=jnp.int32(0), eps=1e-6, next_matrices=codes)
-            return by_parts(x, dataclasses.replace(norm, expert_rows=rows))[1]
+            return by_parts(x, dataclasses.replace(norm, experts=counts and ExpertCounts(*counts)))[1]
 
-        assert (jax.eval_shape(normed, x).scaled is not None) == is_scaled, rows
+        assert (jax.eval_shape(normed, x).scaled is not None) == is_scaled, counts
 
 
-def test_scaled_rows_are_taken_where_the_tiles_of_a_format_read_them():
-    """Codes of 4 bits: where slots are sorted; e2m1 with more rows is multiplied by its scales instead."""
-
-    def taken(form, expert_rows, num_rows=16, dtype=HALF):
-        weight = random_halves(jax.random.key(0), 2, 64, 16, 32, form=form, run=32)
-        return takes_scaled_rows(num_rows, dtype, weight, expert_rows)
-
-    assert [taken("int4", rows) for rows in (None, 0.5, 0.6, 8, 500)] == [True, False, True, True, True]
-    assert [taken("e2m1", rows) for rows in (None, 0.5, 0.6, 8, 9, 500)] == [True, False, True, True, False, False]
-    assert not taken("int4", 4, num_rows=7) and not taken("int4", 4, dtype=jnp.float32)
-    assert not takes_scaled_rows(16, HALF, jnp.zeros((2, 64, 16), HALF), None)
-    for form, kind in (("int4", MatrixKind.INT4), ("e2m1", MatrixKind.E2M1)):
-        for slots in (1, 8, 16, 17, 32, 33, 64, 128, 256, 1024):
-            tiles = choose_tiles(slots, 32, 64, 64, kind)
-            assert tiles.sorted_slots == (slots > 16)
-            assert taken(form, slots / 32) == (tiles.scaled is RowScaling.KERNEL and tiles.gate_up.rows >= 8)
+@pytest.mark.parametrize("form", ["e4m3", "int4", "e2m1"])
+def test_scaled_rows_are_taken_where_the_tiles_of_a_format_read_them(form):
+    """Of experts; of other matrices always. Codes of e2m1 with more rows are multiplied by their scales instead."""
+    key, kind = jax.random.key(0), MatrixKind(form)
+    halves = None if form == "e4m3" else random_halves(key, 2, 64, 16, 32, form=form, run=32)
+    weight = random_weight(key, 2, 64, 16, 16) if halves is None else halves
+    assert takes_scaled_rows(8, HALF, weight)
+    assert not takes_scaled_rows(7, HALF, weight) and not takes_scaled_rows(16, jnp.float32, weight)
+    found = set()
+    for num_experts, top_k, num_rows in itertools.product((8, 32, 128, 384), (1, 2, 8), (8, 16, 24, 64, 256, 4096)):
+        tiles = choose_tiles(num_rows * top_k, num_experts, 64, 64, kind)
+        reads = tiles.sorted_slots and tiles.scaled is RowScaling.KERNEL and tiles.gate_up.rows >= 8
+        assert takes_scaled_rows(num_rows, HALF, weight, ExpertCounts(num_experts, top_k)) == reads
+        found |= {(reads, tiles.sorted_slots)}
+    assert found == {(False, False), (False, True), (True, True)} - ({(False, True)} if form == "int4" else set())
+    assert not takes_scaled_rows(16, HALF, jnp.zeros((2, 64, 16), HALF))
 
 
 @pytest.mark.parametrize(("sizes", "tile_rows"), [((8, 2, 6, 64, 40), 1), ((12, 4, 12, 64, 40), 8)])

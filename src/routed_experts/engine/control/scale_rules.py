@@ -18,12 +18,14 @@ class ScaleRule(enum.Enum):
     POWERS_OF_TWO = "scales of MXFP4 that are powers of two or 0"
 
     @staticmethod
-    def of(format: str) -> "ScaleRule":
+    def for_format(format: str) -> "ScaleRule":
         """The rule for the scales of codes of that format."""
         return ScaleRule.POWERS_OF_TWO if format == E2M1 else ScaleRule.NOT_NEGATIVE
 
-    def holds(self, scales: Float[Array, "..."] | Float[np.ndarray, "..."]) -> Bool[Array, "..."]:
-        """Which scales keep it; -0.0 is negative."""
+    def is_valid(
+        self, scales: Float[Array, "..."] | Float[np.ndarray, "..."]
+    ) -> Bool[Array, "..."] | Bool[np.ndarray, "..."]:
+        """Whether each scale is what the rule says; -0.0 is negative."""
         info = jnp.finfo(scales.dtype)
         bits = scales.view(f"uint{info.bits}")
         fraction, rest = bits & ((1 << info.nmant) - 1), bits >> info.nmant  # `rest`: the sign and the exponent

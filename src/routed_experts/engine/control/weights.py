@@ -44,7 +44,7 @@ def to_state(new: Weights, served: nnx.State[Any, Any], config: FamilyConfig | N
     """The served state's tree with the arrays of `new`, which are checked by name, shape and dtype and not copied.
     `config`: of a model that is served with codes; plain arrays in their place are quantised once all of them fit.
 
-    Raises WeightsMismatchError with the first paths that differ, or that hold NaN, infinity or broken scales
+    Raises WeightsMismatchError with the first paths that differ, or that hold NaN, infinity or invalid scales
     (`ScaleRule`)."""
     inputs, expected = _matched(new, served, config, any_dtype=False)
     _check_finite(inputs, param="state", rules=_scale_rules(config))
@@ -55,7 +55,7 @@ def to_state(new: Weights, served: nnx.State[Any, Any], config: FamilyConfig | N
 
 def to_copies(new: Weights, served: nnx.State[Any, Any], config: FamilyConfig | None = None) -> nnx.State[Any, Any]:
     """The served state's tree with copies of the arrays of `new`, in the served dtypes. On an accelerator one program
-    copies, casts and looks for NaN, infinity and broken scales. Raises as `to_state`, but for dtypes that can be
+    copies, casts and looks for NaN, infinity and invalid scales. Raises as `to_state`, but for dtypes that can be
     cast."""
     inputs, expected = _matched(new, served, config, any_dtype=True)
     rules = _scale_rules(config)
@@ -70,7 +70,7 @@ def to_copies(new: Weights, served: nnx.State[Any, Any], config: FamilyConfig | 
         copied, flags = _copied(arrays, dtypes, tuple(map(rules.get, names)), looks=looks)
         copies |= dict(zip(names, copied, strict=True))
         finite |= {} if flags is None else dict(zip(names, np.asarray(flags).tolist(), strict=True))
-    _refuse_broken(_broken(copies, finite, rules), param="state", rules=rules)
+    _refuse_invalid(_invalid(copies, finite, rules), param="state", rules=rules)
     return nnx.from_flat_state([(path, leaf.replace(copies[name])) for name, (path, leaf) in expected.items()])
 
 
@@ -132,8 +132,7 @@ def _chosen(inputs: Mapping[str, object], layouts: Sequence[_Layout], *, any_dty
     differences = [layout.differences(inputs, any_dtype=any_dtype) for layout in layouts]
     least = min(range(len(layouts)), key=lambda index: len(differences[index]))
     if wrong := differences[least]:
-        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        text = f"{len(wrong)} arrays differ from the served weights: {'; '.join(wrong[:_SHOWN])}{more}"
+        text = f"{len(wrong)} arrays differ from the served weights: {_listed(wrong)}"
         raise WeightsMismatchError(f"{text}; give the served names, shapes and dtypes", param="state")
     return layouts[least]
 
@@ -164,9 +163,8 @@ def _refuse_plain(given: Mapping[str, CodedArray]) -> None:
     """Raise where plain arrays are given for codes to which nothing is quantised here."""
     wrong = [name for name, array in given.items() if array.format != E4M3]
     if wrong:
-        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         forms = ", ".join(sorted({given[name].format for name in wrong}))
-        text = f"state holds plain numbers for {', '.join(wrong[:_SHOWN])}{more}, served as codes of 4 bits ({forms})"
+        text = f"state holds plain numbers for {_listed(wrong, ', ', ' and')}, served as codes of 4 bits ({forms})"
         fix = "build the engine with quantization='none', or call update_weights_from_disk with a checkpoint of codes"
         raise WeightsMismatchError(f"{text}, to which nothing is quantised here; {fix}", param="state")
 
@@ -175,9 +173,8 @@ def _refuse_scaled(scaled: Mapping[str, object], inputs: Mapping[str, object], c
     """Raise where plain arrays come with scales: they are neither codes nor numbers to quantise."""
     wrong = sorted(name for name, leaf in scaled.items() if _is_numbers(_to_array(leaf)))
     if wrong:
-        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        pairs = [[f"{part}: {_describe(inputs[part])}" for part in (name, f"{name}{SCALE}")] for name in wrong[:_SHOWN]]
-        text = f"{len(wrong)} arrays of plain numbers come with scales: {'; '.join(map(' with '.join, pairs))}{more}"
+        pairs = [[f"{part}: {_describe(inputs[part])}" for part in (name, f"{name}{SCALE}")] for name in wrong]
+        text = f"{len(wrong)} arrays of plain numbers come with scales: {_listed([*map(' with '.join, pairs)])}"
         dtypes = ", ".join(sorted({CODE_DTYPES[coded[name].format].name for name in wrong}))
         quantised = all(coded[name].format == E4M3 for name in wrong)
         fix = ", or leave the scales out and the numbers are quantised here" if quantised else ""
@@ -187,7 +184,7 @@ def _refuse_scaled(scaled: Mapping[str, object], inputs: Mapping[str, object], c
 def _scale_rules(config: FamilyConfig | None) -> Mapping[str, ScaleRule]:
     """What the scales of all codes must be, by name."""
     coded = {} if config is None else config.coded_arrays
-    return {f"{name}{SCALE}": ScaleRule.of(array.format) for name, array in coded.items()}
+    return {f"{name}{SCALE}": ScaleRule.for_format(array.format) for name, array in coded.items()}
 
 
 def _short_scales(coded: Mapping[str, CodedArray]) -> set[str]:
@@ -293,7 +290,7 @@ def _check_finite(
     leaves: Mapping[str, object], *, param: str, rules: Mapping[str, ScaleRule] = MappingProxyType({})
 ) -> None:
     """Raise WeightsMismatchError for NaN or infinity, which would spoil every token of every request, and for scales
-    that break their rule."""
+    that are invalid."""
     arrays = {name: _to_array(leaf) for name, leaf in leaves.items()}
     by_devices: dict[frozenset[Any], list[str]] = defaultdict(list)
     for name, array in arrays.items():
@@ -303,11 +300,11 @@ def _check_finite(
     for names in by_devices.values():  # one program reads each array once
         flags = np.asarray(_finite_flags([arrays[name] for name in names], tuple(map(rules.get, names))))
         finite |= dict(zip(names, flags.tolist(), strict=True))
-    _refuse_broken(_broken(arrays, finite, rules), param=param, rules=rules)
+    _refuse_invalid(_invalid(arrays, finite, rules), param=param, rules=rules)
 
 
-def _broken(arrays: Mapping[str, Any], finite: Mapping[str, bool], rules: Mapping[str, ScaleRule]) -> list[str]:
-    """Names of arrays that are not finite, or are broken scales: as a program has told, or looked at now."""
+def _invalid(arrays: Mapping[str, Any], finite: Mapping[str, bool], rules: Mapping[str, ScaleRule]) -> list[str]:
+    """Names of arrays that are not finite, or are invalid scales: as a program has told, or looked at now."""
     return [
         name
         for name, array in arrays.items()
@@ -315,22 +312,27 @@ def _broken(arrays: Mapping[str, Any], finite: Mapping[str, bool], rules: Mappin
     ]
 
 
-def _refuse_broken(broken: Sequence[str], *, param: str, rules: Mapping[str, ScaleRule]) -> None:
+def _refuse_invalid(invalid: Sequence[str], *, param: str, rules: Mapping[str, ScaleRule]) -> None:
     """Raise for these arrays, some of which may be scales."""
-    if broken:
-        more = f" and {len(broken) - _SHOWN} more" if len(broken) > _SHOWN else ""
-        broken_rules = sorted({rules[name].value for name in broken if name in rules})
-        found = "NaN, infinity or broken scales" if broken_rules else "NaN or infinity"
-        expected = f"; expected {' and '.join(broken_rules)}" if broken_rules else ""
-        text = f"{len(broken)} arrays hold {found}: {', '.join(broken[:_SHOWN])}{more}{expected}"
+    if invalid:
+        expected = " and ".join(sorted({rules[name].value for name in invalid if name in rules}))
+        found = "NaN, infinity or invalid scales" if expected else "NaN or infinity"
+        text = f"{len(invalid)} arrays hold {found}: {_listed(invalid, ', ', ' and')}"
+        text += f"; expected {expected}" if expected else ""
         raise WeightsMismatchError(f"{text}; the served weights stay as they are", param=param)
+
+
+def _listed(parts: Sequence[str], separator: str = "; ", last: str = "; and") -> str:
+    """The first of them, and how many more there are."""
+    more = f"{last} {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
+    return separator.join(parts[:_SHOWN]) + more
 
 
 @functools.partial(jax.jit, static_argnames="rules")
 def _finite_flags(arrays: list[Any], rules: tuple[ScaleRule | None, ...]) -> Bool[Array, " n"]:
-    """Of each array whether all its numbers are finite, and whether scales keep their rule."""
+    """Of each array whether all its numbers are finite, and whether scales are valid."""
     flags = [
-        jnp.isfinite(array).all() if rule is None else rule.holds(array).all()
+        jnp.isfinite(array).all() if rule is None else rule.is_valid(array).all()
         for array, rule in zip(arrays, rules, strict=True)
     ]
     return jnp.stack(flags)
@@ -341,14 +343,14 @@ def _on_host(array: jax.Array) -> bool:
 
 
 def _is_finite(array: Any, rule: ScaleRule | None = None) -> bool:
-    """Whether all numbers of an array on the host are finite, without a copy, and whether scales keep their rule.
+    """Whether all numbers of an array on the host are finite, without a copy, and whether scales are valid.
     Several processes look at their own parts of an array."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return all(_is_finite(shard.data, rule) for shard in array.addressable_shards)
     if isinstance(array, jax.Array) and not _on_host(array):
         return bool(_finite_flags([array], (rule,))[0])
     numbers = np.asarray(array)
-    return _is_finite_on_host(numbers) and (rule is None or bool(rule.holds(numbers).all()))
+    return _is_finite_on_host(numbers) and (rule is None or bool(rule.is_valid(numbers).all()))
 
 
 def _is_finite_on_host(array: np.ndarray) -> bool:

@@ -24,6 +24,7 @@ from routed_experts.layers.attention import MASK_VALUE, AttentionBackend, FusedQ
 from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.attention_variants import first_visible, visibility_mask
 from routed_experts.layers.gpu.blocks import power_of_two, scaled_step
+from routed_experts.layers.gpu.capability import converts_e4m3
 from routed_experts.layers.gpu.delta_rule import gpu_delta
 from routed_experts.layers.gpu.kv_write import gpu_write, scale_arrays
 from routed_experts.layers.gpu.latent import gpu_latent, latent_attention
@@ -493,7 +494,7 @@ def gpu_attention_backend(*, interpret: bool, warpgroups: Warpgroups | None = No
         write=functools.partial(gpu_write, interpret=interpret),
         latent=functools.partial(gpu_latent, interpret=interpret),
         recur=functools.partial(gpu_delta, interpret=interpret),
-        kv_formats=frozenset({E4M3}),
+        kv_formats=frozenset({E4M3} if interpret or converts_e4m3() else ()),
         takes_kv_scales=True,
         fused_takes_kv_scales=True,
     )

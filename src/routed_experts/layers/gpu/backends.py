@@ -4,6 +4,7 @@ import functools
 
 from jaxtyping import Array, Float, Int
 
+from routed_experts.layers.gpu.capability import converts_e4m3
 from routed_experts.layers.gpu.linear import LARGEST, linear_in_place, partial_sums
 from routed_experts.layers.gpu.moe import gpu_experts, slot_outputs, tiles_for
 from routed_experts.layers.gpu.operands import is_addressable
@@ -15,7 +16,7 @@ from routed_experts.layers.gpu.warpgroups import Warpgroups
 from routed_experts.layers.kernels import FusedRouter, FusedSteps, Kernels, NormedRows, SharedExperts
 from routed_experts.layers.linear import LinearBackend
 from routed_experts.layers.moe import ALL_EXPERTS, ExpertCall, MoeBackend
-from routed_experts.layers.quantized import CODE_DTYPES, SPANS, ScaledRows, Weight
+from routed_experts.layers.quantized import CODE_DTYPES, E4M3, SPANS, ScaledRows, Weight
 
 _UNROLLED = 4  # layers; with more, a program takes longer to compile
 _FUSED_FEATURES = ALL_EXPERTS | {
@@ -26,7 +27,8 @@ _FUSED_FEATURES = ALL_EXPERTS | {
 
 
 def gpu_kernels(*, interpret: bool, warpgroups: Warpgroups | None = None) -> Kernels:
-    """The bundle; `interpret` runs it on any device, slowly, for tests. `warpgroups`: those of a Hopper GPU."""
+    """The bundle; `interpret` runs it on any device, slowly, for tests. `warpgroups`: those of a Hopper GPU. Matrices
+    of e4m3 stay codes from compute capability 8.9 on."""
 
     def product(x: Float[Array, "N D"] | NormedRows, weights: Weight, layer: Int[Array, ""]) -> Float[Array, "S N O"]:
         rows = x.fastest if isinstance(x, NormedRows) else x
@@ -71,7 +73,7 @@ def gpu_kernels(*, interpret: bool, warpgroups: Warpgroups | None = None) -> Ker
             supports=lambda spec: True,
         ),
         fused_layer=fused,
-        code_formats=frozenset(CODE_DTYPES),
+        code_formats=frozenset(form for form in CODE_DTYPES if form != E4M3 or interpret or converts_e4m3()),
         outputs_first=True,
         code_runs=RUNS,
         code_spans=SPANS,

@@ -28,7 +28,7 @@ from routed_experts.layers.gpu.scaled_rows import CODE_ROWS, Rows, RowScaling, S
 from routed_experts.layers.gpu.sums import FEWEST_ROWS, UNROLLED_STEPS, sum_products
 from routed_experts.layers.gpu.warpgroup_experts import suits_warpgroups, warpgroup_experts
 from routed_experts.layers.gpu.warpgroups import Warpgroups
-from routed_experts.layers.kernels import SharedExperts
+from routed_experts.layers.kernels import ExpertCounts, SharedExperts
 from routed_experts.layers.moe import ExpertCall, combine
 from routed_experts.layers.quantized import Weight
 
@@ -357,31 +357,39 @@ def _slot_tile(inputs: int, column_sets: int, *, packed: bool) -> Tile:
     return _tile(1, columns, step, max(code_bytes // _WARP_BYTES, 1), 1)
 
 
+def _sorts_slots(slots: int, num_experts: int, kind: MatrixKind) -> bool:
+    """Whether a tile has rows of one expert; else a slot is a tile."""
+    few, _ = _TABLES[kind]
+    return slots > (min(few, int(_MOST_UNSORTED_ROWS * num_experts)) if kind.is_packed else few)
+
+
+def _sorted_tiles(slots: int, num_experts: int, kind: MatrixKind) -> MoeTiles:
+    _, table = _TABLES[kind]
+    return next(tiles for tiles in table if slots <= tiles.rows * num_experts)
+
+
 def choose_tiles(slots: int, num_experts: int, dim: int, width: int, kind: MatrixKind = MatrixKind.NUMBERS) -> MoeTiles:
     """The tiles for this many slots of so many experts of those sides, whose matrices are of that kind."""
-    few, table = _TABLES[kind]
-    if kind.is_packed:
-        few = min(few, int(_MOST_UNSORTED_ROWS * num_experts))
-    if slots > few:
-        return next(tiles for tiles in table if slots <= tiles.rows * num_experts)
+    if _sorts_slots(slots, num_experts, kind):
+        return _sorted_tiles(slots, num_experts, kind)
     if kind is MatrixKind.NUMBERS:
         return _UNSORTED
     gate_up, down = (_slot_tile(*product, packed=kind.is_packed) for product in ((dim, 2), (width, 1)))
     return MoeTiles(rows=0, gate_up=gate_up, down=down, sorted_slots=False, scaled=RowScaling.INSIDE)
 
 
-def takes_scaled_rows(num_rows: int, dtype: Any, weights: Weight | None, expert_rows: float | None = None) -> bool:
+def takes_scaled_rows(num_rows: int, dtype: Any, weights: Weight | None, experts: ExpertCounts | None = None) -> bool:
     """Whether products of `num_rows` rows of that dtype with these matrices read scaled rows: on the tensor cores with
-    codes, and of experts where the tiles of so many rows each, `expert_rows`, on average, say so."""
+    codes, and of `experts` where their tiles say so."""
     if weights is None or num_rows < FEWEST_ROWS or dtype != jnp.bfloat16:
         return False
     kind = shared_kind(weights)
-    if kind is MatrixKind.NUMBERS or expert_rows is None:
+    if kind is MatrixKind.NUMBERS or experts is None:
         return kind is not MatrixKind.NUMBERS
-    if kind.is_packed and expert_rows <= _MOST_UNSORTED_ROWS:
+    slots = num_rows * experts.top_k
+    if not _sorts_slots(slots, experts.num_experts, kind):
         return False
-    _, table = _TABLES[kind]
-    return next(tiles for tiles in table if expert_rows <= tiles.rows).scaled is RowScaling.KERNEL
+    return _sorted_tiles(slots, experts.num_experts, kind).scaled is RowScaling.KERNEL
 
 
 def tiles_for(call: ExpertCall, shared: SharedExperts | None = None) -> MoeTiles:

@@ -6,7 +6,7 @@ in a unit that sums are multiplied by:
 
     int4    the code's bits behind the exponent of 1024, or 64 in the upper half, less 1032 or 72; unit 1
     e2m1    sign, exponent and mantissa moved to those of e4m3, whose exponents are 6 less, which one instruction
-            decodes two of; unit 2^6
+            decodes two of; unit 2^6. GPUs without it move them to those of float16, 14 less, times 2^8
 
 Scales of e2m1 are powers of two, so bfloat16 holds a code times its scale exactly too, in units of 2^64
 (`times_scales`): sums of many rows need no product by scales then. Below a scale of 2^-61 such a number may lose bits,
@@ -23,6 +23,7 @@ from jax import lax
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, BFloat16, Float, Shaped, UInt8
 
+from routed_experts.layers.gpu.capability import converts_e4m3
 from routed_experts.layers.quantized import E2M1, INT4
 
 RUNS = (64, 32, 16)  # inputs, that kernels read; a product on the tensor cores has a run or more
@@ -37,13 +38,21 @@ sub.rn.f16x2 $0, t, c; sub.rn.f16x2 $1, v, c; }}"""
 # Four bytes ($1) to four codes of e4m3 in one register ($0): the sign stays, three bits move by two.
 _E2M1 = """{{ .reg .b32 t, v;
 {shift} shr.b32 v, t, 2; and.b32 v, v, 0x1C1C1C1C; lop3.b32 $0, t, 0x80808080, v, 0xEA; }}"""
+# As _INT4, but t and v are the upper 8 of 16 bits.
+_E2M1_BY_MOVES = """{{ .reg .b32 t, v, u, c;
+prmt.b32 t, $2, 0, 0x1404; prmt.b32 v, $2, 0, 0x3424; {shift} mov.b32 c, 0x5C005C00;
+shr.b32 u, t, 3; and.b32 u, u, 0x0E000E00; lop3.b32 t, t, 0x80008000, u, 0xEA; mul.rn.f16x2 $0, t, c;
+shr.b32 u, v, 3; and.b32 u, u, 0x0E000E00; lop3.b32 v, v, 0x80008000, u, 0xEA; mul.rn.f16x2 $1, v, c; }}"""
 # Four bytes ($2) to four numbers of bfloat16 in two registers ($0, $1), each times what is twice in $3, $4. t and v get
-# bytes 0 and 1, 2 and 3, each as the upper 8 of 16 bits; a code is 2^-126 of its value there.
-_SCALED = """{{ .reg .b32 t, v, u;
+# bytes 0 and 1, 2 and 3, each as the upper 8 of 16 bits; a code is 2^-126 of its value there. -0.0 (z) is added,
+# because a product alone needs compute capability 9.0.
+_SCALED = """{{ .reg .b32 t, v, u, z; mov.b32 z, 0x80008000;
 prmt.b32 t, $2, 0, 0x1404; prmt.b32 v, $2, 0, 0x3424; {shift}
-shr.b32 u, t, 6; and.b32 u, u, 0x01C001C0; lop3.b32 t, t, 0x80008000, u, 0xEA; mul.bf16x2 $0, t, $3;
-shr.b32 u, v, 6; and.b32 u, u, 0x01C001C0; lop3.b32 v, v, 0x80008000, u, 0xEA; mul.bf16x2 $1, v, $4; }}"""
-_SCALED_ASSEMBLY = _SCALED.format(shift="shl.b32 t, t, 4; shl.b32 v, v, 4;"), _SCALED.format(shift="")
+shr.b32 u, t, 6; and.b32 u, u, 0x01C001C0; lop3.b32 t, t, 0x80008000, u, 0xEA; fma.rn.bf16x2 $0, t, $3, z;
+shr.b32 u, v, 6; and.b32 u, u, 0x01C001C0; lop3.b32 v, v, 0x80008000, u, 0xEA; fma.rn.bf16x2 $1, v, $4, z; }}"""
+_LOWER_OF_TWO = "shl.b32 t, t, 4; shl.b32 v, v, 4;"  # of t and v
+_SCALED_ASSEMBLY = _SCALED.format(shift=_LOWER_OF_TWO), _SCALED.format(shift="")
+_MOVES_ASSEMBLY = _E2M1_BY_MOVES.format(shift=_LOWER_OF_TWO), _E2M1_BY_MOVES.format(shift="")
 _SCALED_FACTOR = 2.0**126 / SCALED_UNIT
 _ASSEMBLY: Mapping[str, tuple[str, str]] = MappingProxyType(  # of the lower and the upper half
     {
@@ -61,13 +70,18 @@ def unpack_halves(codes: Shaped[Array, "C B"], format: str, *, interpret: bool) 
     `interpret`: by array code, because an interpreted kernel has no assembly."""
     if interpret:
         return _by_array_code(codes, format)
-    dtype, constraints = (jnp.float16, "=&r,=&r,r") if format == INT4 else (jnp.float8_e4m3fn, "=&r,r")
+    assemblies, dtype, constraints = _ASSEMBLY[format], jnp.float16, "=&r,=&r,r"
+    if format == E2M1:
+        if converts_e4m3():
+            dtype, constraints = jnp.float8_e4m3fn, "=&r,r"
+        else:
+            assemblies = _MOVES_ASSEMBLY
     shape = jax.ShapeDtypeStruct(codes.shape, dtype)
     return tuple(
         plgpu.elementwise_inline_asm(
             assembly, args=[codes], constraints=constraints, pack=4, result_shape_dtypes=[shape]
         )[0].astype(jnp.float16)
-        for assembly in _ASSEMBLY[format]
+        for assembly in assemblies
     )
 
 

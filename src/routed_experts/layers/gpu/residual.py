@@ -166,7 +166,7 @@ def _call(
 ) -> tuple[Float[Array, "N D"], NormedRows]:
     num_rows, dim = x.shape
     shape: Any = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    is_scaled = takes_scaled_rows(num_rows, x.dtype, norm.next_matrices, norm.expert_rows)
+    is_scaled = takes_scaled_rows(num_rows, x.dtype, norm.next_matrices, norm.experts)
     static = _Norm(eps=norm.eps, offset=norm.offset, residual_scale=norm.residual_scale)
     stream, normed = pl.pallas_call(
         functools.partial(kernel, static=static),

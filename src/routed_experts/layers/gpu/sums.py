@@ -3,7 +3,7 @@
 A sum is made in steps. Of e4m3 codes a step is a part of a group of inputs, or some whole groups, each a product; of
 codes of 4 bits (packed_codes.py) it is whole pairs of runs, and each run, or both of one group, is a product that is
 scaled by itself. The sum of a group is float32, and so is the scale that it is multiplied by; codes of e2m1 may be
-multiplied by their scales instead, which is exact.
+multiplied by their scales instead.
 
 Dims: N rows, T rows of a block, I inputs, J groups of inputs, C columns of a block, R matrices of the stack."""
 

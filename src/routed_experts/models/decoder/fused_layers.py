@@ -16,7 +16,15 @@ from jaxtyping import Array, Float, Int
 
 from routed_experts.capture.device_cache import RoutedExpertsDeviceCache
 from routed_experts.layers.attention import FusedQKV
-from routed_experts.layers.kernels import FusedSteps, NormedRows, RouterBiases, SharedExperts, SlotOutputs, StreamNorm
+from routed_experts.layers.kernels import (
+    ExpertCounts,
+    FusedSteps,
+    NormedRows,
+    RouterBiases,
+    SharedExperts,
+    SlotOutputs,
+    StreamNorm,
+)
 from routed_experts.layers.layer_stack import RunRouting
 from routed_experts.layers.moe import ExpertCall
 from routed_experts.layers.norm import rms_norm
@@ -122,8 +130,8 @@ class _FusedLayer:
         assert isinstance(feed, Sparse), "the few kernels run MoE layers"
         mixed, cache = self._mix(normed, cache, repeat, layer)
         parts = fused.product(mixed.reshape(x.shape[0], -1), self._matrices("out"), repeat)
-        expert_rows = x.shape[0] * feed.router.top_k / feed.router.num_experts
-        norm = self._norm(self._all("post_norm"), repeat, self._matrices("gate_up"), expert_rows)
+        experts = ExpertCounts(feed.router.num_experts, feed.router.top_k)
+        norm = self._norm(self._all("post_norm"), repeat, self._matrices("gate_up"), experts)
         x, normed, logits = fused.add_parts(x, parts, self._get("out_bias"), norm, self._all("router"))
         biases = RouterBiases(logits=self._get("router_bias"), selection=self._get("selection_bias"), layer=repeat)
         recorded = to_block(capture)
@@ -208,7 +216,7 @@ class _FusedLayer:
         scales: Float[Array, "R D"],
         repeat: Int[Array, ""],
         next_matrices: Weight | None,
-        expert_rows: float | None = None,
+        experts: ExpertCounts | None = None,
     ) -> StreamNorm:
         config = self.config
         return StreamNorm(
@@ -218,7 +226,7 @@ class _FusedLayer:
             offset=config.norm_offset,
             residual_scale=config.residual_scale,
             next_matrices=next_matrices,
-            expert_rows=expert_rows,
+            experts=experts,
         )
 
     def _matrices(self, name: str) -> Weight:
