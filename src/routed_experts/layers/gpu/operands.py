@@ -120,24 +120,28 @@ class Inputs:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowsBlock:
-    """A block of rows; `inverse`: what its product is multiplied by, where it was scaled."""
+    """A block of rows, with codes transposed; `inverse`: what its product is multiplied by, where it was scaled."""
 
-    numbers: Float[Array, "T I"]
+    numbers: Float[Array, "T I"] | Float[Array, "I T"]
     inverse: Float[Array, "1 T"] | None = None
 
 
 def load_rows(
-    x: Any, rows: Array, depth: Array, row_mask: Array | None, deep: Array | None, *, is_inside: bool
+    x: Any, rows: Array, depth: Array, row_mask: Array | None, deep: Array | None, *, is_coded: bool, is_inside: bool
 ) -> RowsBlock:
-    """Those of `row_mask` [T, 1], and inputs `depth`, of which `deep` [I] exist; scaled here if `is_inside`."""
+    """Those of `row_mask` [T, 1], and inputs `depth`, of which `deep` [I] exist; scaled here if `is_inside`. With codes
+    they are transposed as they are loaded, unless they are scaled here: Triton pipelines no load that it transposes."""
     values = x.values if isinstance(x, ScaledRows) else x
-    numbers = load_or_zero(
-        values.at[rows[:, None], depth[None, :]], combine_masks(row_mask, None if deep is None else deep[None, :])
-    )
-    if not is_inside or numbers.dtype != jnp.bfloat16:
+    is_scaled = is_inside and values.dtype == jnp.bfloat16
+    if is_coded and not is_scaled:
+        mask = combine_masks(None if row_mask is None else row_mask.T, None if deep is None else deep[:, None])
+        return RowsBlock(load_or_zero(values.at[rows[None, :], depth[:, None]], mask))
+    mask = combine_masks(row_mask, None if deep is None else deep[None, :])
+    numbers = load_or_zero(values.at[rows[:, None], depth[None, :]], mask)
+    if not is_scaled:
         return RowsBlock(numbers)
     numbers, inverse = to_float16(numbers)
-    return RowsBlock(numbers, inverse[None, :])
+    return RowsBlock(numbers.T, inverse[None, :])
 
 
 def load_block(
@@ -177,7 +181,7 @@ def block_product(rows: RowsBlock, block: Array, scales: Array | None) -> Float[
 def codes_product(rows: RowsBlock, block: Array, scales: Array | None = None) -> Float[Array, "C T"]:
     """The values of codes [C, I] times the rows, and times `scales` [C, 1] where they are given."""
     precision = lax.Precision.HIGHEST if rows.numbers.dtype == jnp.float32 else None
-    product = jnp.dot(block, rows.numbers.T, precision=precision, preferred_element_type=jnp.float32)
+    product = jnp.dot(block, rows.numbers, precision=precision, preferred_element_type=jnp.float32)
     product = product if scales is None else product * scales
     return product if rows.inverse is None else product * rows.inverse
 

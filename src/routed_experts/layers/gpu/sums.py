@@ -79,16 +79,17 @@ def sum_products(
     block = _Block(x, weights, matrix, rows, row_mask, columns, real, interpret)
     if rows.shape[0] < FEWEST_ROWS:
         return _sum_few_rows(block, inputs, is_scaled=scaled is not None)
-    is_inside = scaled is RowScaling.INSIDE and isinstance(weights, QuantizedWeight)
+    is_coded = isinstance(weights, QuantizedWeight)
+    is_inside = scaled is RowScaling.INSIDE and is_coded
     if is_packed(weights):
         return _sum_packed(block, inputs, is_inside=is_inside)
-    size = min(inputs.size, weights.group) if isinstance(weights, QuantizedWeight) else inputs.size
+    size = min(inputs.size, weights.group) if is_coded else inputs.size
     num_groups = math.gcd(inputs.size // size, pl.cdiv(inputs.length, size))  # of a step; 1 if not all have as many
     steps = pl.cdiv(inputs.length, num_groups * size)
 
     def load_scales(index: Any) -> tuple[Array, ...]:
         """Those of a step: group by group, and for each set of columns; none of numbers."""
-        if not isinstance(weights, QuantizedWeight):
+        if not is_coded:
             return ()
         first = jnp.minimum(index, steps - 1) * num_groups
         groups = [inputs.first(first + number, size, weights.group) for number in range(num_groups)]
@@ -100,7 +101,7 @@ def sum_products(
         (sums, scales), following = carry, load_scales(index + 1)
         for group in range(num_groups):
             depth, deep = inputs.step(index * num_groups + group, size)
-            own = load_rows(x, rows, depth, row_mask, deep, is_inside=is_inside)
+            own = load_rows(x, rows, depth, row_mask, deep, is_coded=is_coded, is_inside=is_inside)
             blocks = [load_block(weights, matrix, depth, part, deep, real, own.numbers.dtype) for part in columns]
             own_scales = scales[group * len(columns) :][: len(columns)]
             products = [block_product(own, *pair) for pair in itertools.zip_longest(blocks, own_scales)]
@@ -108,7 +109,7 @@ def sum_products(
         return sums, following
 
     shape = (rows.shape[0], columns[0].shape[0])
-    zeros = jnp.zeros(shape[::-1] if isinstance(weights, QuantizedWeight) else shape, jnp.float32)
+    zeros = jnp.zeros(shape[::-1] if is_coded else shape, jnp.float32)
     sums, _ = lax.fori_loop(0, steps, step, ((zeros,) * len(columns), load_scales(0)))
     return [end_sums(total, x, weights, rows, row_mask) for total in sums]
 
@@ -155,7 +156,7 @@ def _sum_packed(block: _Block, inputs: Inputs, *, is_inside: bool) -> list[Float
         first, first_byte = inputs.first(index, size), inputs.first(index, size, 2)
         for offset in range(0, size, pair):
             runs = [
-                load_rows(block.x, block.rows, depth, block.row_mask, None, is_inside=is_inside)
+                load_rows(block.x, block.rows, depth, block.row_mask, None, is_coded=True, is_inside=is_inside)
                 for depth in (first + offset + jnp.arange(run), first + offset + run + jnp.arange(run))
             ]
             depth = first_byte + offset // 2 + jnp.arange(run)
