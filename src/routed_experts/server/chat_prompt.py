@@ -133,10 +133,10 @@ class ParsedResponse:
                 self.calls[index].arguments += arguments
 
     @classmethod
-    def from_text(cls, parser: ResponseParser | None, text: str) -> "ParsedResponse":
-        """Parse a whole response."""
+    def from_text(cls, parser: ResponseParser | None, text: str, *, is_cut: bool) -> "ParsedResponse":
+        """Parse a whole response. `is_cut`: a limit has ended it, such as max_tokens."""
         response = cls()
-        for delta in [ContentDelta(text)] if parser is None else [*parser.feed(text), *parser.finish()]:
+        for delta in [ContentDelta(text)] if parser is None else [*parser.feed(text), *parser.finish(is_cut=is_cut)]:
             response.add(delta)
         return response
 

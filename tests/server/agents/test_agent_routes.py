@@ -216,6 +216,14 @@ def test_the_events_of_a_message_join_to_it(server, script):
     }[script]
 
 
+def test_the_beginning_of_an_end_marker_is_text_only_where_no_limit_has_cut_it(server):
+    body = {"tools": BLOCK_TOOLS, **with_script("<open>")}
+    whole = message(server, **body)
+    assert [block.get("text") for block in whole["content"]] == ["Now:", None, "</tool_c"]
+    cut = message(server, max_tokens=whole["usage"]["output_tokens"] - 1, **body)  # the last token adds no text
+    assert ([block.get("text") for block in cut["content"]], cut["stop_reason"]) == (["Now:", None], "max_tokens")
+
+
 @pytest.mark.parametrize("script", ["<calls>", "<thought>", "<plain>"])
 def test_an_answer_continues_the_last_message_of_the_assistant(server, script):
     """The script's name ends the message, so that the model goes on from there."""

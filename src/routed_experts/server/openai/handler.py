@@ -204,6 +204,11 @@ class ChoiceState:
         """Whether the sequence has finished."""
         return self.sequence.finish_reason is not None
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether a limit has ended the sequence, such as max_tokens."""
+        return self.sequence.finish_reason is not None and self.sequence.finish_reason.is_cut
+
     def to_delta(self, output: StrOut) -> Delta:
         """Return what one output of the sequence adds."""
         delta = self._delta(
