@@ -1,7 +1,9 @@
 """config.json of a checkpoint: refused by name when it cannot be served, read key by key with types.
 
-Code of a checkpoint (`auto_map`) is never imported. `null` means absent, but for `with_default`, `with_null`, and a
-switch that is on by default, where it is refused. Integers are never taken from booleans, strings or fractions."""
+Code of a checkpoint (`auto_map`) is never imported. `null` means absent, but for `with_default`, `with_null`, and
+`ConfigReader.bool` of a switch that is on by default, which refuses it. A family that serves one value of a switch
+alone reads it through `has`, so that null is absent there, too. Integers are never taken from booleans, strings or
+fractions."""
 
 import builtins
 import dataclasses

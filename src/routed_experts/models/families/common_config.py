@@ -135,7 +135,7 @@ def check_routing(
 
 
 def refuse(reader: ConfigReader, key: str, *, allowed: Collection[bool] = (False,), default: bool = False) -> None:
-    """Raise where a switch has a value that is not served; null is the default."""
+    """Raise where a switch has a value that is not served; null is the default, also where that is true."""
     strings = " or ".join("true" if value else "false" for value in allowed)
     reader.require((reader.bool(key) if reader.has(key) else default) in allowed, key, strings)
 
