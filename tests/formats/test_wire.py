@@ -424,7 +424,7 @@ def test_a_record_has_layers_experts_and_a_number_of_layers_that_models_have():
     for changes, text in (
         ({"ids": np.zeros((2, 2, 0), np.uint8)}, r"\[2, 2, 0\]; expected .* at least one"),
         ({"ids": np.zeros((2, 0, 2), np.uint8), "layer_ids": ()}, r"\[2, 0, 2\]; expected .* at least one"),
-        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000; expected at most 4096"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000; expected at most 1024"),
     ):
         with pytest.raises(RoutingFormatError, match=text):
             example(**changes)

@@ -31,7 +31,6 @@ _QUANTIZATION_FILES: Mapping[str, str] = MappingProxyType(
     {"quantize_config.json": "GPTQ", "quant_config.json": "AWQ", "hf_quant_config.json": "ModelOpt"}
 )
 
-MAX_LAYERS = 1024  # num_hidden_layers of any family: checked before anything is made for each layer
 MAX_HEAD_DIM = 16_384  # dims of a head of any family: checked before frequencies are made for each pair
 
 
