@@ -66,12 +66,18 @@ that others publish. Tests read small checkpoints of Qwen3-MoE, Qwen3-VL-MoE, De
 GPT-OSS in such forms; no published file was read yet. An architecture that is not in the table is refused with the
 list of those that are.
 
+`num_hidden_layers` is at most 1,024 and a head has at most 16,384 dims: larger numbers are refused before anything is
+made for each layer.
 Rotary positions may be plain, linear, yarn or llama3. Dynamic scaling works up to the trained length, longrope up to
 the length of its short factors; PhiMoE has plain positions or longrope. Where a file has both `rope_scaling` and
 `rope_parameters`, transformers reads the first alone, so a key that only the second has is refused. Factors of linear,
 dynamic, yarn and llama3 positions below 1, another activation than the family's, and biases that it does not have are
 refused by name, too. A key that is left out means what transformers takes for it, which may differ from `null`:
-`sliding_window` and `attention_chunk_size`.
+`sliding_window` and `attention_chunk_size`. `null` of a switch that is on by default and served on and off is refused,
+as transformers refuses it; DeepSeek-V3's `norm_topk_prob` and `rope_interleave`, and `truncate` of yarn, are then
+false, as there. Where one value of a switch alone is served, as of `norm_topk_prob` of Mixtral, GPT-OSS, Granite-MoE,
+Ernie 4.5 MoE, Hunyuan and MiniMax-M2, `use_qk_norm` and `use_mixed_mlp_moe` of Hunyuan and `attn_output_gate` of
+Qwen3-Next, `null` means what a key that is left out means.
 
 Tensors have the names of published files, which transformers writes by default. Its own names
 (`save_pretrained(..., save_original_format=False)`) are refused for Mixtral, PhiMoE, K-EXAONE, Granite-MoE,
@@ -134,6 +140,7 @@ _GEMMA4 = {"enable_moe_block": True, "hidden_size_per_layer_input": 0, "top_k_ex
 _OWN = {
     "PhimoeForCausalLM": _PHIMOE,
     "PhiMoEForCausalLM": _PHIMOE,
+    "DeepseekV3ForCausalLM": {"head_dim": None},
     "DeepseekV2ForCausalLM": {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3},
     "Glm4MoeForCausalLM": {"attention_bias": True},
     "BailingHybridForCausalLM": {"q_lora_rank": None, "n_group": 4, "topk_group": 2},

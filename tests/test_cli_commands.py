@@ -475,7 +475,7 @@ def test_files_whose_metadata_cannot_be_are_refused_in_one_line(answers, capsys,
     for name, words in (
         ("infinite.safetensors", "prompt_tokens is inf"),
         ("deep.safetensors", "are no record"),
-        ("layers.json", "num_hidden_layers is 1000000000; expected 1 to 4096"),
+        ("layers.json", "num_hidden_layers is 1000000000; expected 1 to 1024"),
         ("nested.json", "is no JSON"),
     ):
         target = tmp_path / "out.npy"

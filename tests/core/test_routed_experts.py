@@ -233,6 +233,7 @@ def test_the_smallest_dtype_holds_every_expert():
     "changes",
     [
         {"num_experts": 65_536},
+        {"num_hidden_layers": 1025},
         {"layer_ids": ()},
         {"layer_ids": (1, 1)},
         {"layer_ids": (3,)},

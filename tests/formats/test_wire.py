@@ -341,6 +341,7 @@ def test_an_answer_that_does_not_fit_its_sidecar_is_refused_with_both_numbers():
         (changed(int32, moe_layer_ids=[1, 3]), "num_hidden_layers 3"),
         (changed(int32, moe_layer_ids=[1, 1]), "dense layer|ascending"),
         (changed(int32, dense_fill=0), "dense layer"),
+        (changed(int32, dense_fill=1), "dense_fill is 1; expected an integer of -1 to 0"),
         (changed(int32, schema="routed_experts/2"), r"routed_experts/2'; expected 'routed_experts/1"),
         (changed(int32, num_tokens=True), "num_tokens is True"),
         (changed(int32, start=-1), "start is -1"),
@@ -423,7 +424,7 @@ def test_a_record_has_layers_experts_and_a_number_of_layers_that_models_have():
     for changes, text in (
         ({"ids": np.zeros((2, 2, 0), np.uint8)}, r"\[2, 2, 0\]; expected .* at least one"),
         ({"ids": np.zeros((2, 0, 2), np.uint8), "layer_ids": ()}, r"\[2, 0, 2\]; expected .* at least one"),
-        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000; expected at most 4096"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000; expected at most 1024"),
     ):
         with pytest.raises(RoutingFormatError, match=text):
             example(**changes)
@@ -461,6 +462,14 @@ def test_every_form_keeps_the_labels_of_the_counts_in_its_spans(form):
     assert again[3:].labels == {3: "größer \N{FOX FACE}"}
 
 
+@pytest.mark.parametrize("count", [2**31, 10**10, 2**63 - 1])
+def test_a_label_of_any_count_of_updates_is_read_as_it_is_written(count):
+    record = example(version_spans=((2, 4, count),), version_labels=((count, "step"),))
+    info = json.loads(json.dumps(to_metadata(record, payload_format="ref").to_json()))
+    assert RoutedExpertsMetadata.from_json(info).version_labels == {count: "step"}
+    assert decode_record(encode_record(record)).labels == record.labels == {count: "step"}
+
+
 def test_a_sidecar_without_labels_is_read_as_before_and_labels_are_names_alone():
     info = to_metadata(example(), payload_format="int32", layers="all").to_json()
     assert "version_labels" not in info and RoutedExpertsMetadata.from_json(info).version_labels == {}
@@ -474,7 +483,8 @@ def test_a_sidecar_without_labels_is_read_as_before_and_labels_are_names_alone()
     [
         ([["0", "a"]], "an object of labels by count"),
         ({"-1": "a"}, "holds '-1': 'a'; expected \"count\": text of at most 256"),
-        ({"0" * 11: "a"}, "holds '00000000000': 'a'"),
+        ({"0" * 20: "a"}, f"holds '{'0' * 20}': 'a'"),
+        ({str(2**63): "a"}, f"holds '{2**63}': 'a'; expected .* for a count of 0 to {2**63 - 1}"),
         ({"\u0663": "a"}, 'expected "count"'),
         ({"0": 4}, "holds '0': 4;"),
         ({"0": "x" * 257}, r"holds '0': 'x+'\.\.\. \(257 characters\)"),

@@ -91,6 +91,8 @@ def test_pickled_weights_are_refused_with_the_line_that_converts_them(tmp_path):
         ({"draft_vocab_size": V + 1}, f"draft_vocab_size={V + 1}; expected an integer at least 1 and at most {V}"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps=-1; expected a number of at least 0"),
+        ({"head_dim": 2**20}, "head_dim=1048576; expected an integer at least 2 and at most 16384"),
         ({"rope_scaling": {"rope_type": "mrope"}}, "mrope"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
         ({IDS: [1, 2, 3]}, "as at the top level"),

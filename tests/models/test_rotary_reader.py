@@ -36,9 +36,9 @@ SECTIONS = {
 }
 
 
-def read(part=1.0, stretched=False, **values):
+def read(part=1.0, stretched=False, uses_short_mscale=False, **values):
     reader = ConfigReader({"max_position_embeddings": LENGTH, **values}, "config.json")
-    return read_rotary(reader, HEAD_DIM, part=part, stretched=stretched)
+    return read_rotary(reader, HEAD_DIM, part=part, stretched=stretched, uses_short_mscale=uses_short_mscale)
 
 
 @pytest.mark.parametrize("name", SECTIONS)
@@ -109,6 +109,10 @@ REFUSED = {
     "yarn of the base 1": (dict(rope_parameters=YARN | {"rope_theta": 1}), ["rope_theta=1", "above 1"]),
     "yarn of a base below 1": (dict(rope_parameters=YARN | {"rope_theta": 0.5}), ["rope_theta=0.5", "above 1"]),
     "a base of which frequencies are infinite": (dict(rope_theta=1e-300), ["rope_theta=1e-300", "float32"]),
+    "a base of which proportional frequencies are infinite": (
+        dict(rope_parameters={"rope_type": "proportional", "rope_theta": 1e-300}),
+        ["rope_theta=1e-300", "float32"],
+    ),
     "fast rotations of 0": (dict(rope_parameters=YARN | {"beta_fast": 0}), ["beta_fast=0", "positive"]),
     "fast rotations below 0": (dict(rope_parameters=YARN | {"beta_fast": -1.0}), ["beta_fast=-1.0", "positive"]),
     "slow rotations of 0": (dict(rope_parameters=YARN | {"beta_slow": 0.0}), ["beta_slow=0.0", "positive"]),
@@ -123,6 +127,38 @@ REFUSED = {
         ["factor=1e+300", "float32"],
     ),
     "magnitudes beyond float32": (dict(rope_parameters=YARN | {"mscale_all_dim": 1e300}), ["mscale_all_dim=1e+300"]),
+    "a magnitude of yarn beyond float32": (
+        dict(rope_parameters=YARN | {"attention_factor": 1e300}),
+        ["attention_factor=1e+300", "float32"],
+    ),
+    "a magnitude of yarn below 0": (
+        dict(rope_parameters=YARN | {"attention_factor": -1.0}),
+        ["attention_factor=-1.0", "at least 0"],
+    ),
+    "a ratio of magnitudes beyond float32": (
+        dict(rope_parameters=YARN | {"factor": 3e38, "mscale": 3e38, "mscale_all_dim": 1e-3}),
+        ["mscale=3e+38", "the factor 3e+38"],
+    ),
+    "a scale of scores beyond float32": (
+        dict(rope_parameters=YARN | {"factor": 3e38, "mscale_all_dim": 3e38}),
+        ["mscale_all_dim=3e+38", "the factor 3e+38"],
+    ),
+    "a magnitude of longrope beyond float32": (
+        dict(rope_parameters=LONG | {"attention_factor": 1e300}),
+        ["attention_factor=1e+300", "float32"],
+    ),
+    "a magnitude of longrope below 0": (
+        dict(rope_parameters=LONG | {"attention_factor": -1.0}),
+        ["attention_factor=-1.0", "at least 0"],
+    ),
+    "a short magnitude beyond float32": (
+        dict(uses_short_mscale=True, rope_parameters=LONG | {"short_mscale": 1e300}),
+        ["short_mscale=1e+300", "float32"],
+    ),
+    "a short magnitude below 0": (
+        dict(uses_short_mscale=True, rope_parameters=LONG | {"short_mscale": -1.0}),
+        ["short_mscale=-1.0", "at least 0"],
+    ),
     "a magnitude below 0": (
         dict(rope_parameters=YARN | {"mscale": -1.0, "mscale_all_dim": 1.0}),
         ["mscale=-1.0", "at least 0"],

@@ -164,9 +164,9 @@ def split(text, rng):
     return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-def read(parser, pieces):
+def read(parser, pieces, *, is_cut=False):
     """The response of a parser, and all its deltas; each call starts with its name, in order."""
-    deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
+    deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish(is_cut=is_cut)
     response = oracle.Response()
     for delta in deltas:
         match delta:
@@ -195,7 +195,7 @@ def test_deltas_of_any_split_join_to_what_the_oracle_reads(kind):
         text = random_text(kind, rng)
         pieces = split(text, rng)
         expected = oracle.CALLS[kind](text, TOOLS)
-        response = read(create_parser(ResponseFormat(tool_calls=kind), prompt="", tools=TOOLS), pieces)
+        response = read(create_parser(ResponseFormat(tool_calls=kind), prompt="", tools=TOOLS), pieces, is_cut=True)
         assert response == expected, (text, pieces)
         num_calls += len(expected.calls)
         num_texts += bool(expected.content)
@@ -219,7 +219,7 @@ def test_reasoning_of_any_split_is_what_the_oracle_reads(calls):
         prompt = rng.choice(("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n", "<think>\n\n</think>\n\n"))
         expected = oracle.parse_think(text, TOOLS, calls, is_open=prompt.endswith("<think>\n"))
         parser = create_parser(ResponseFormat(tool_calls=calls, reasoning="think"), prompt=prompt, tools=TOOLS)
-        assert read(parser, split(text, rng)) == expected, (prompt, text)
+        assert read(parser, split(text, rng), is_cut=True) == expected, (prompt, text)
         num_reasoning += bool(expected.reasoning)
     assert num_reasoning > NUM_SPLITS / 4, num_reasoning
 
@@ -456,11 +456,31 @@ def test_what_is_no_forced_call_is_content():
         ("deepseek-v31", '<｜tool▁call▁begin｜>now<｜tool▁sep｜>{"a": 1}', "<｜tool▁call▁end｜>"),
     ],
 )
-def test_an_end_marker_that_is_cut_behind_a_call_is_no_content(kind, call, marker):
+@pytest.mark.parametrize("reasoning", [None, "think"])
+def test_an_end_marker_that_is_cut_behind_a_call_is_no_content(kind, call, marker, reasoning):
     for cut in range(len(marker) + 1):
         for pieces in ([call + marker[:cut]], list(call + marker[:cut])):
-            response = read(create_parser(ResponseFormat(tool_calls=kind), prompt="", tools={}), pieces)
+            parser = create_parser(ResponseFormat(tool_calls=kind, reasoning=reasoning), prompt="", tools={})
+            response = read(parser, pieces, is_cut=True)
             assert (response.content, response.calls) == ("", [["now", '{"a": 1}']]), pieces
+
+
+@pytest.mark.parametrize("reasoning", [None, "think"])
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [
+        ("json", '<tool_call>\n{"name": "now", "arguments": {"a": 1}}\n'),
+        ("xml", "<tool_call>\n<function=now>\n<parameter=a>\n1\n</parameter>\n</function>\n"),
+        ("glm", "<tool_call>now\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\nor"),
+        ("deepseek-v31", '<｜tool▁call▁begin｜>now<｜tool▁sep｜>{"a": 1}'),
+    ],
+)
+def test_text_that_the_model_ends_with_the_beginning_of_an_end_marker_is_content(kind, call, reasoning):
+    for end in ("if a <", "if a </"):
+        for pieces in ([call + end], list(call + end)):
+            parser = create_parser(ResponseFormat(tool_calls=kind, reasoning=reasoning), prompt="", tools={})
+            response = read(parser, pieces)
+            assert response.content.endswith(end) and [name for name, _ in response.calls] == ["now"], pieces
 
 
 def test_thousands_of_forced_calls_are_read():

@@ -65,6 +65,14 @@ WRONG = {
         lambda: placement.simulate(RECORDS, PLAN, previous=3),
         "previous is int; expected ExpertPlacement or ResidencyMap",
     ),
+    "a time that no float holds": (
+        lambda: placement.estimate_move(LOAD, PLAN, PLAN, **COSTS | dict(expert_time_s=10**400)),
+        "expected a finite number of at least 0",
+    ),
+    "a cost that no float holds": (
+        lambda: placement.ExpertCosts(host_s=10**400),
+        "expected a finite number of seconds, 0 or more",
+    ),
     "seconds": (
         lambda: placement.estimate_move(LOAD, PLAN, PLAN, **COSTS | dict(expert_time_s="x")),
         "expert_time_s='x'; expected a finite number of at least 0",

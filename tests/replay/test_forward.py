@@ -184,6 +184,7 @@ def test_under_jit_a_valid_id_that_is_no_expert_gives_nan_in_its_sequence_alone(
         (dict(tokens=np.zeros(5, np.int32)), r"tokens is int32\[5\]"),
         (dict(tokens=np.zeros((2, 5), np.float32)), r"tokens is float32\[2, 5\]"),
         (dict(tokens=np.zeros((0, 5), np.int32)), r"tokens is int32\[0, 5\]"),
+        (dict(tokens=np.zeros((0, 5), int), positions=np.zeros((0, 5), int)), r"tokens is int64\[0, 5\]"),
         (dict(tokens=np.full((2, 5), -1)), r"tokens\[0, 0\] is -1"),
         (dict(tokens=np.full((2, 5), VOCAB_SIZE)), rf"give ids of 0 to {VOCAB_SIZE - 1}"),
         (dict(positions=np.zeros((5, 2), np.int32)), r"positions is int32\[5, 2\]; give an array of integers \[2, 5\]"),
@@ -226,7 +227,9 @@ def limited_forward(parts, tokens, *, pad=None, **arrays):
 @pytest.mark.parametrize("case", TOO_LONG)
 def test_sequences_are_refused_above_the_length_up_to_which_positions_hold(parts, case):
     arrays, param = TOO_LONG[case]
-    with pytest.raises(InvalidRequestError, match=rf"sequence of \d+ tokens, above the {LIMIT} that") as refused:
+    too_long = rf"sequence of \d+ tokens, above the {LIMIT} that"
+    expected = f"positions hold {LIMIT}, and this model computes positions of 0 to {LIMIT - 1}"
+    with pytest.raises(InvalidRequestError, match=expected if param == "positions" else too_long) as refused:
         limited_forward(parts, random_tokens(1), **arrays)
     assert refused.value.param == param
 

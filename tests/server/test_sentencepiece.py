@@ -66,6 +66,18 @@ def test_texts_of_tokens_join_to_the_text_at_their_offsets(engine, server):
     assert logprobs["text_offset"] == [0, 2, 6, 10]
 
 
+def test_texts_of_tokens_join_to_the_echo_of_a_prompt_that_special_tokens_begin(engine, server):
+    bias = always(engine, "▁pas")
+    (choice,) = completion(server, **bias, prompt="ab pas", echo=True, logprobs=1, add_special_tokens=True)
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == ["", "ab", " pas", " pas", " pas"]
+    assert choice["text"] == "ab pas pas pas" == "".join(logprobs["tokens"])
+    assert logprobs["text_offset"] == [0, 0, 2, 6, 10]
+    ids = engine.tokenizer.encode("ab pas")
+    (choice,) = completion(server, **bias, prompt=ids, echo=True, logprobs=1)
+    assert choice["text"] == "<s> ab pas pas pas" == "".join(choice["logprobs"]["tokens"])
+
+
 def test_an_answer_of_a_chat_follows_the_last_shown_token(engine, server):
     bias = always(engine, "▁pas")
     for message, text in (("ab", " pas"), ("ab</s>", " pas")):

@@ -55,6 +55,7 @@ SCRIPTS = {
     '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>',
     "<think>\n": "Only reasoning stands here first.\n</think>\n\nThen this answer.",
     "<schema>": '{"name": "Rome", "days": 4}',
+    "<open>": 'Now:<tool_call>{"name": "now", "arguments": {"a": 5}}</tool_c',
 }
 HARMONY_TEMPLATE = """\
 {%- if tools %}{{ '<|start|>developer<|message|>' + (tools | tojson) + '<|end|>' }}{% endif %}

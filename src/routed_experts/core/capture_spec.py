@@ -14,7 +14,7 @@ import numpy as np
 from routed_experts.core.errors import CaptureUnsupportedError
 
 MAX_NUM_EXPERTS = 65_535
-MAX_HIDDEN_LAYERS = 4_096  # of a record; above any model, and a row of all layers stays small
+MAX_HIDDEN_LAYERS = 1_024  # of a model or a record: checked before anything is made for each layer
 
 ExpertIdDType = np.dtype[np.uint8] | np.dtype[np.uint16]
 WeightsDType = Literal["float32", "bfloat16"]  # of recorded combine weights

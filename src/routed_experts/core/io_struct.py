@@ -97,6 +97,11 @@ class FinishReason:
     length: int | None = None
     message: str | None = None
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the text may end anywhere: max_tokens, an abort or another limit ended it, and no stop."""
+        return self.type != "stop"
+
     def to_dict(self) -> dict[str, object]:
         """The form of `meta_info.finish_reason`."""
         fields = {"type": self.type, "matched": self.matched, "length": self.length, "message": self.message}

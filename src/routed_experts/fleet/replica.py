@@ -141,14 +141,15 @@ class Replica:
         )
 
     async def _drain(self, grace_s: float) -> None:
-        """Take nothing new, finish what runs, and end the rest with what it has."""
+        """Take nothing new, finish what runs, and end the rest with what it has. Where a step does not end, the rest
+        ends with an error, and `_watch_engine` ends the process."""
         server, idle = self._state, self._middleware.idle
         server.set_draining()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(idle.wait(), max(grace_s, 0.001))
         if not idle.is_set():
             server.engine.flush_submissions()
-            await end_requests(lambda: self._engine.abort(abort_all=True), idle)
+            await end_requests(lambda: self._engine.abort(abort_all=True), self._engine.thread.kill, idle)
 
     def _watch_engine(self, loop: asyncio.AbstractEventLoop) -> None:
         """End this process after the last responses, once the engine has ended by an error. A thread of its own."""
@@ -162,14 +163,22 @@ class Replica:
         os._exit(EXIT_DEAD)
 
 
-async def end_requests(abort: Callable[[], object], idle: asyncio.Event) -> None:
-    """Call `abort`, which waits for the engine thread, and wait until the last responses are sent. An engine whose step
-    does not end keeps neither longer than STEP_GRACE_S and FINAL_FLUSH_S. Raises what `abort` raises."""
-    try:
-        await asyncio.wait_for(asyncio.to_thread(abort), STEP_GRACE_S)
-    except TimeoutError:
-        logger.warning("the engine has not ended its requests within %g s; the replica ends without them", STEP_GRACE_S)
+async def end_requests(
+    abort: Callable[[], object], kill: Callable[[BaseException], object], idle: asyncio.Event
+) -> None:
+    """Call `abort`, which waits for the engine thread, and wait until the last responses are sent, FINAL_FLUSH_S at
+    most. An engine whose step does not end within STEP_GRACE_S is ended by `kill`, and with it the replica. Raises what
+    `abort` raises within that time."""
+    work = asyncio.ensure_future(asyncio.to_thread(abort))
+    await asyncio.wait((work,), timeout=STEP_GRACE_S)
+    if not work.done():
+        work.cancel()  # its thread ends by `kill`
+        logger.error("the engine has not ended its requests within %g s; the replica ends without them", STEP_GRACE_S)
+        text = f"the engine has ended: its step did not end within {STEP_GRACE_S:g} s when the replica was to end"
+        cause = EngineDeadError(f"{text}; send the request again")
+        threading.Thread(target=kill, args=(cause,), name="kill", daemon=True).start()  # it may wait for a lock
         return
+    await work
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(idle.wait(), FINAL_FLUSH_S)
 

@@ -4,8 +4,9 @@ Invariants: to_json has exactly the keys of schema routed_experts/1 (plus `valid
 `version_labels` when labels are known);
 from_json(to_json(m)) == m; what from_json accepts is consistent in itself (shape, layers, dtype, rows of the prompt and
 of the last token). Sizes are bounded before an array is made: a row has at least one id and at most MAX_HIDDEN_LAYERS
-layers, so a payload that has the size of `shape` bounds R, and no array is larger by more than that factor.
-Dims: R rows, L hidden layers, M MoE layers, K experts per token, E experts."""
+layers, so a payload that has the size of `shape` bounds R, and an array of R rows has at most MAX_HIDDEN_LAYERS times
+as many ids. num_tokens bounds an array of all tokens (`pad_to_tokens`): RoutingFormatError where memory does not hold
+it. Dims: R rows, L hidden layers, M MoE layers, K experts per token, E experts."""
 
 import base64
 import dataclasses
@@ -35,9 +36,9 @@ from routed_experts.formats.packed import NARROWED
 SCHEMA = "routed_experts/1"
 ORDER = "score_desc"
 ID_SPACE = "logical"
-_MAX_COUNT_DIGITS = 10  # counts are int32
 _MAX_COUNT = 2**31 - 1  # of tokens and rows
 _MAX_VERSION = 2**63 - 1  # the count of an update of the weights, an int64 where versions are an array
+_MAX_VERSION_DIGITS = len(str(_MAX_VERSION))  # checked first: Python reads no integer of more than 4,300 digits
 
 PayloadFormat = Literal["int32", "npy", "packed", "list", "ref"]
 PayloadLayers = Literal["all", "moe"]
@@ -377,13 +378,20 @@ def _labels(key: str, value: object) -> dict[int, str]:
         _refuse(key, value, "an object of labels by count")
     labels: dict[int, str] = {}
     for count, label in cast("Mapping[object, object]", value).items():
-        is_count = isinstance(count, str) and count.isascii() and count.isdecimal() and len(count) <= _MAX_COUNT_DIGITS
-        if not is_count or not isinstance(label, str) or len(label) > MAX_LABEL_CHARS:
+        number = _version(count)
+        if number is None or not isinstance(label, str) or len(label) > MAX_LABEL_CHARS:
             pair = f"{short_repr(count)}: {short_repr(label)}"
-            expected = f'"count": text of at most {MAX_LABEL_CHARS} characters'
+            expected = f'"count": text of at most {MAX_LABEL_CHARS} characters, for a count of 0 to {_MAX_VERSION}'
             raise RoutingFormatError(f"routed_experts_info.{key} holds {pair}; expected {expected}")
-        labels[int(cast("str", count))] = label
+        labels[number] = label
     return labels
+
+
+def _version(text: object) -> int | None:
+    """The count of an update from its decimal digits; None for anything else."""
+    is_number = isinstance(text, str) and text.isascii() and text.isdecimal() and len(text) <= _MAX_VERSION_DIGITS
+    number = int(cast("str", text)) if is_number else _MAX_VERSION + 1
+    return number if number <= _MAX_VERSION else None
 
 
 _Parser = Callable[[str, object], object]  # key and its value in the JSON object; raises RoutingFormatError

@@ -18,7 +18,8 @@ Rules of all formats:
   passed on when it is complete: as JSON if it is JSON of an allowed type, else as a string. Qwen3-Coder writes a line
   break on either side of a VALUE.
 * The end marker of a call that has started is never content, even where other text stands before it. Nor is the
-  beginning of such a marker at the end of the text, which max_tokens may cut."""
+  beginning of such a marker at the end of a text that max_tokens or another limit cuts. Where the model ends the text,
+  it is content."""
 
 from collections.abc import Callable, Generator, Mapping
 from types import MappingProxyType

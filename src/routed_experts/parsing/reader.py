@@ -14,20 +14,20 @@ MAX_NAME_CHARS = 256
 
 class Reader:
     """The text that has arrived and is not read yet. `record` keeps what is read, for text that turns out to be no
-    call."""
+    call. `is_cut`: the text has ended at a limit, which may be within a marker."""
 
     def __init__(self) -> None:
         self._text, self._position = "", 0
-        self._is_closed = False
+        self._is_closed = self.is_cut = False
         self._record: list[str] = []
 
     def push(self, text: str) -> None:
         """Add a piece."""
         self._text, self._position = self._text[self._position :] + text, 0
 
-    def close(self) -> None:
-        """Say that no text follows."""
-        self._is_closed = True
+    def close(self, *, is_cut: bool) -> None:
+        """End the text; `is_cut` as the attribute."""
+        self._is_closed, self.is_cut = True, is_cut
 
     def start_record(self, text: str) -> None:
         """Forget what was read; `text` is the first of the new record."""
@@ -99,7 +99,7 @@ class Reader:
     ) -> Generator[None, None, str | None]:
         """Read up to the first of `markers`, which is read, too, and returned; None at the end of the text. Text before
         it is emitted as soon as no marker can begin in it. `silent`: those of which no beginning is emitted at the end
-        of the text."""
+        of a text that is cut."""
         first_characters = {marker[0] for marker in markers}
         while True:
             starts = [at for character in first_characters if (at := self._text.find(character, self._position)) >= 0]
@@ -110,7 +110,8 @@ class Reader:
                     self._emit_up_to(at, emit)
                     self._position += len(marker)
                     return marker
-            held = self._held_from(silent if self._is_closed else markers) if starts else len(self._text)
+            possible = markers if not self._is_closed else silent if self.is_cut else ()
+            held = self._held_from(possible) if starts else len(self._text)
             self._emit_up_to(held, emit)
             if self._is_closed:
                 self._position = len(self._text)

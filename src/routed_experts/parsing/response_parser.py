@@ -25,8 +25,8 @@ class ResponseParser(Protocol):
         """Return what more text adds."""
         ...
 
-    def finish(self) -> list[Delta]:
-        """Return what the end of the text adds."""
+    def finish(self, *, is_cut: bool = False) -> list[Delta]:
+        """Return what the end of the text adds. `is_cut`: a limit has ended it, such as max_tokens."""
         ...
 
     @property
@@ -52,9 +52,9 @@ class StreamParser:
         self.push(text)
         return self._writer.take()
 
-    def finish(self) -> list[Delta]:
-        """Return what the end of the text adds."""
-        self.close()
+    def finish(self, *, is_cut: bool = False) -> list[Delta]:
+        """Return what the end of the text adds. `is_cut`: a limit has ended it, such as max_tokens."""
+        self.close(is_cut=is_cut)
         self._writer.finish()
         return self._writer.take()
 
@@ -63,9 +63,9 @@ class StreamParser:
         self._reader.push(text)
         next(self._steps, None)
 
-    def close(self) -> None:
+    def close(self, *, is_cut: bool) -> None:
         """Read to the end."""
-        self._reader.close()
+        self._reader.close(is_cut=is_cut)
         for _ in self._steps:
             raise AssertionError("a parser waits for text after the end")
 
@@ -98,7 +98,7 @@ def split_reasoning(
         elif marker is not None:
             content.push(marker)
     yield from reader.read_until([], content.push)
-    content.close()
+    content.close(is_cut=reader.is_cut)
 
 
 def verbatim(reader: Reader, writer: DeltaWriter) -> Steps:

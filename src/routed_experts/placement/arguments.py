@@ -23,7 +23,10 @@ def check_type(name: str, value: object, *kinds: type) -> None:
 
 
 def is_finite_number(value: object) -> bool:
-    """Whether a value is a finite number of Python or NumPy, and no bool."""
+    """Whether a value is a finite number of Python or NumPy that a float holds, and no bool."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         return False
-    return math.isfinite(value)
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer
+        return False

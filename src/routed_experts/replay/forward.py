@@ -100,7 +100,7 @@ def forward(
     if model.config.position_limit is not None:
         is_plain = positions is None and segment_ids is None and pad is None
         largest = length - 1 if is_plain else _largest_position(token_positions, pad)
-        _check_position(largest, model.config.position_limit, param="tokens" if positions is None else "positions")
+        _check_position(largest, model.config.position_limit, is_given=positions is not None)
 
     def attend(
         queries: Float[Array, "N H C"],
@@ -184,12 +184,19 @@ def _largest_position(positions: Any, pad: Any) -> int:
     return int(values.max() if pad is None else np.where(np.asarray(pad), 0, values).max())
 
 
-def _check_position(largest: int, limit: int, *, param: str) -> None:
-    """Raise InvalidRequestError for a sequence of more tokens than the limit."""
-    if largest >= limit:
-        text = f"{param} have a sequence of {largest + 1} tokens, above the {limit} that this model computes"
-        reason = "past them its rotary frequencies change (dynamic, longrope), or a window ends that is left out"
-        raise InvalidRequestError(f"{text}: {reason}; cut sequences to {limit} tokens", param=param)
+def _check_position(largest: int, limit: int, *, is_given: bool) -> None:
+    """Raise InvalidRequestError for a position that is not below the limit. `is_given`: by the caller, so that it says
+    nothing of the number of tokens."""
+    if largest < limit:
+        return
+    reason = "its rotary frequencies change (dynamic, longrope), or a window ends that is left out"
+    if is_given:
+        text = f"positions hold {largest}, and this model computes positions of 0 to {limit - 1}: past them {reason}"
+        raise InvalidRequestError(
+            f"{text}; give smaller positions, and cut sequences to {limit} tokens", param="positions"
+        )
+    text = f"tokens have a sequence of {largest + 1} tokens, above the {limit} that this model computes"
+    raise InvalidRequestError(f"{text}: past them {reason}; cut sequences to {limit} tokens", param="tokens")
 
 
 def _default_positions(batch: int, length: int, segments: Int[Array, "B S"] | None) -> Int[Array, "B S"]:

@@ -76,7 +76,8 @@ class ChatHandler(GenerationHandler):
         if self._parser is None:
             return [ContentDelta(output.text)] if output.text else []
         deltas = self._parser.feed(output.text) if output.text else []
-        return deltas + self._parser.finish() if output.out.finish_reason is not None else deltas
+        reason = output.out.finish_reason
+        return deltas if reason is None else deltas + self._parser.finish(is_cut=reason.is_cut)
 
 
 def changes(sequence: SequenceState) -> dict[str, object]:

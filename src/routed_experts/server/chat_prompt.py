@@ -49,7 +49,9 @@ class ChatPrompt:
 
     def after_reasoning(self) -> "ChatPrompt":
         """Return the prompt of a response that continues content: reasoning is behind it, unless its marker begins
-        some."""
+        some. Dialects whose messages have reasoning in blocks of its own need this: a text block is content. In
+        OpenAI's form the last message may be in the middle of reasoning, so that a parser of forced reasoning reads
+        what continues it as reasoning up to `</think>`, as SGLang does."""
         return dataclasses.replace(self, response_format=self.response_format.without_forced_reasoning())
 
     def with_markers(
@@ -133,10 +135,10 @@ class ParsedResponse:
                 self.calls[index].arguments += arguments
 
     @classmethod
-    def from_text(cls, parser: ResponseParser | None, text: str) -> "ParsedResponse":
-        """Parse a whole response."""
+    def from_text(cls, parser: ResponseParser | None, text: str, *, is_cut: bool) -> "ParsedResponse":
+        """Parse a whole response. `is_cut`: a limit has ended it, such as max_tokens."""
         response = cls()
-        for delta in [ContentDelta(text)] if parser is None else [*parser.feed(text), *parser.finish()]:
+        for delta in [ContentDelta(text)] if parser is None else [*parser.feed(text), *parser.finish(is_cut=is_cut)]:
             response.add(delta)
         return response
 

@@ -266,6 +266,21 @@ def test_a_call_cut_by_the_length_has_the_reason_length(server):
     assert choice["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_beginning_of_an_end_marker_is_content_only_where_no_limit_has_cut_it(server, streams):
+    body = {"messages": messages(), "tools": TOOLS, "temperature": 0, "chat_template_kwargs": {"script": "<open>"}}
+    num_tokens = server.post(CHAT, body).json()["usage"]["completion_tokens"]
+    for max_tokens, reason, content in ((num_tokens, "tool_calls", "Now:</tool_c"), (num_tokens - 1, "length", "Now:")):
+        body["max_tokens"] = max_tokens  # the last token ends the text and adds nothing to it
+        if streams:
+            choices = [choice for chunk in stream(server, CHAT, body) for choice in chunk["choices"]]
+            text = "".join(choice["delta"].get("content") or "" for choice in choices)
+        else:
+            choices = server.post(CHAT, body).json()["choices"]
+            text = choices[0]["message"]["content"]
+        assert (text, choices[-1]["finish_reason"]) == (content, reason)
+
+
 BAD_PARAMETERS = (
     [{"type": "array"}, "parameters.type is 'array'"],
     [{"type": "object", "properties": []}, "properties is a list of 0"],

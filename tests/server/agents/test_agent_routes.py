@@ -216,6 +216,14 @@ def test_the_events_of_a_message_join_to_it(server, script):
     }[script]
 
 
+def test_the_beginning_of_an_end_marker_is_text_only_where_no_limit_has_cut_it(server):
+    body = {"tools": BLOCK_TOOLS, **with_script("<open>")}
+    whole = message(server, **body)
+    assert [block.get("text") for block in whole["content"]] == ["Now:", None, "</tool_c"]
+    cut = message(server, max_tokens=whole["usage"]["output_tokens"] - 1, **body)  # the last token adds no text
+    assert ([block.get("text") for block in cut["content"]], cut["stop_reason"]) == (["Now:", None], "max_tokens")
+
+
 @pytest.mark.parametrize("script", ["<calls>", "<thought>", "<plain>"])
 def test_an_answer_continues_the_last_message_of_the_assistant(server, script):
     """The script's name ends the message, so that the model goes on from there."""
@@ -236,12 +244,18 @@ def test_an_answer_continues_the_last_message_of_the_assistant(server, script):
     assert server.post("/v1/messages/count_tokens", {"messages": conversation}).json() == {"input_tokens": expected}
 
 
-def test_text_that_continues_a_message_is_no_reasoning(engine):
+def test_text_that_continues_a_block_of_text_is_no_reasoning_and_may_be_in_chats(engine):
     with running(engine, reasoning_parser="deepseek-r1") as server:
         for begun, kinds in (("So: <plain>", ["text"]), ("So: <thought>", ["thinking", "text"])):
             answer = message(server, messages=[*messages(), {"role": "assistant", "content": begun}])
             assert [block["type"] for block in answer["content"]] == kinds, answer
         assert [block["type"] for block in message(server)["content"]] == ["thinking"]
+        fields = {"continue_final_message": True, "add_generation_prompt": False, "temperature": 0}
+        for begun, name in (("So: <plain>", "reasoning_content"), ("a</think> So: <plain>", "content")):
+            body = {"messages": [*messages(), {"role": "assistant", "content": begun}], **fields}
+            (choice,) = server.post("/v1/chat/completions", body).json()["choices"]
+            texts = {key: choice["message"][key] for key in ("reasoning_content", "content")}
+            assert [key for key, text in texts.items() if text] == [name], texts
 
 
 def test_a_last_message_that_cannot_be_continued_is_refused(server):

@@ -2,10 +2,11 @@
 
 The text of an output continues that of its prompt, whose last token is the context of the first one: a decoder may
 strip the space before the first word of a text. Joined deltas equal what the one-shot decode of all tokens adds to that
-of the prompt, cut at the stop string that completes first (of those that complete together, the longest). An unfinished
-character is held back, and so is text that may begin a stop string. Work grows linearly with tokens and characters in
-all cases: an automaton, because searches of the standard library read the held text again for every token. Dims: S
-tokens of the prompt.
+of the prompt, cut at the stop string that completes first (of those that complete together, the longest). Exceptions: a
+prompt that ends within a character, which the output does not complete, and a prompt with text before its last
+_PROMPT_TOKENS tokens but none in them, after which the output begins a text. An unfinished character is held back, and
+so is text that may begin a stop string. Work grows linearly with tokens and characters in all cases: an automaton,
+because searches of the standard library read the held text again for every token. Dims: S tokens of the prompt.
 
     tokens -> text that can no longer change -> text that no stop string can claim -> deltas
               (_ByteLevelText or _WindowText)   (_StopMatcher)"""
@@ -22,8 +23,7 @@ from jaxtyping import Int
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.engine.requests.tokenizer import Tokenizer
 
-_PROMPT_TOKENS = 5  # at the end of a prompt, searched for one with text, as SGLang has it; raw bytes do not count
-_MAX_PROMPT_TOKENS = 256  # raw bytes included
+_PROMPT_TOKENS = 5  # at the end of a prompt, searched for one with text, as SGLang has it
 
 
 class IncrementalDetokenizer:
@@ -193,8 +193,8 @@ class _ByteLevelText:
 class _WindowText:
     """Decoders whose text depends on the token before (a leading space) or, for raw bytes, on the whole run of them.
 
-    One token of context is kept, at first one of the prompt that is no raw byte. Raw bytes wait for the token after
-    their run: one invalid byte turns all of them into U+FFFD."""
+    One token of context is kept, at first one of the prompt. Raw bytes wait for the token after their run: one invalid
+    byte turns all of them into U+FFFD."""
 
     def __init__(
         self,
@@ -227,16 +227,12 @@ class _WindowText:
         return both[len(before) :]
 
     def _prompt_context(self, prompt_ids: Sequence[int] | Int[np.ndarray, " S"]) -> list[int]:
-        """The last token of the prompt that has text of its own, near the end of the prompt."""
-        num_tokens = 0
-        for token_id in map(int, prompt_ids[: -_MAX_PROMPT_TOKENS - 1 : -1]):
-            if self._tokenizer.is_byte(token_id):
-                continue
+        """The last token of the prompt that has text, near the end of the prompt. For a raw byte, which would join the
+        first bytes of the output, any token with text: the output does not begin a text."""
+        for token_id in map(int, prompt_ids[: -_PROMPT_TOKENS - 1 : -1]):
             if self._has_text(token_id):
-                return [token_id]
-            num_tokens += 1
-            if num_tokens == _PROMPT_TOKENS:
-                break
+                context = self._tokenizer.text_token_id if self._tokenizer.is_byte(token_id) else token_id
+                return [] if context is None else [context]
         return []
 
     def _has_text(self, token_id: int) -> bool:

@@ -141,6 +141,20 @@ class SequenceState:
         sampled the one after it."""
         return weight_runs(self.last.weight_changes, self.last.weight_version, self.last.num_fed)
 
+    def echoed_logprobs(self, echo: str) -> list[TokenLogprob]:
+        """The logprobs of the prompt, whose texts join to `echo`, its text. Special tokens that a tokenizer has put
+        before a text have none here, and the token after them begins it: a decoder may strip its space."""
+        entries, tokenizer = list(self.input_logprobs or ()), self._tokenizer
+        if not entries or tokenizer is None:
+            return entries
+        ids = [entry.token_id for entry in entries]
+        num_added = next((index for index, token_id in enumerate(ids) if not tokenizer.is_special(token_id)), 0)
+        if num_added == 0 or tokenizer.decode(ids[num_added:], skip_special_tokens=False) != echo:
+            return entries
+        first = tokenizer.decode(ids[num_added : num_added + 1], skip_special_tokens=False)
+        added = [entry._replace(text="") for entry in entries[:num_added]]
+        return [*added, entries[num_added]._replace(text=first), *entries[num_added + 1 :]]
+
     def rows_of_prompt(self) -> RoutedExperts:
         """The rows without the generated tokens: the last token of the prompt was fed, and has one."""
         prompt_len = self.rows.num_prompt_tokens
@@ -169,7 +183,7 @@ class SequenceState:
         if prompt is not None:
             token_ids = self.request.input_ids[self.request.logprob_start_len :].tolist()
             self.input_logprobs = [self._entry(*pair) for pair in zip(prompt.values, token_ids, strict=True)]
-            if self.request.logprob_start_len == 0 and self._tokenizer is not None:  # it begins the text
+            if self.request.logprob_start_len == 0 and self._tokenizer is not None:  # it begins the text of the ids
                 text = self._tokenizer.decode(token_ids[:1], skip_special_tokens=False)
                 self.input_logprobs[:1] = [self.input_logprobs[0]._replace(text=text)]
             pairs = [self._split_top(top) for top in prompt.top]

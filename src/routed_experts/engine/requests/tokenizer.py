@@ -185,6 +185,14 @@ class Tokenizer:
         """Whether the token is one raw byte of a byte fallback, whose text depends on its neighbours."""
         return self._byte_fallback and _BYTE_TOKEN.fullmatch(self.token_string(token_id) or "") is not None
 
+    @functools.cached_property
+    def text_token_id(self) -> int | None:
+        """The first token of the vocabulary with text that is neither special nor a raw byte; None without one."""
+        for token_id in range(self.vocab_size):
+            if not self.is_special(token_id) and not self.is_byte(token_id) and self.decode([token_id]).strip():
+                return token_id
+        return None
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token adds to running text; joined, those of a byte-level tokenizer are the text in
         UTF-8."""

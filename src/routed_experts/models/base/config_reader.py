@@ -1,7 +1,9 @@
 """config.json of a checkpoint: refused by name when it cannot be served, read key by key with types.
 
-Code of a checkpoint (`auto_map`) is never imported. `null` means absent, but for `with_default`, `with_null`, and a
-switch that is on by default, where it is refused. Integers are never taken from booleans, strings or fractions."""
+Code of a checkpoint (`auto_map`) is never imported. `null` means absent, but for `with_default`, `with_null`, and
+`ConfigReader.bool` of a switch that is on by default, which refuses it. A family that serves one value of a switch
+alone reads it through `has`, so that null is absent there, too. Integers are never taken from booleans, strings or
+fractions."""
 
 import builtins
 import dataclasses
@@ -29,7 +31,6 @@ _QUANTIZATION_FILES: Mapping[str, str] = MappingProxyType(
     {"quantize_config.json": "GPTQ", "quant_config.json": "AWQ", "hf_quant_config.json": "ModelOpt"}
 )
 
-MAX_LAYERS = 1024  # num_hidden_layers of any family: checked before anything is made for each layer
 MAX_HEAD_DIM = 16_384  # dims of a head of any family: checked before frequencies are made for each pair
 
 

@@ -85,13 +85,13 @@ def _scaled(
 ) -> Rotary:
     """Rotary embedding of any other kind."""
     trained, kind = reader.int("max_position_embeddings", minimum=1), unscaled.kind
-    all_dims = section.float("mscale_all_dim", default=0.0)
-
-    section.require(0 <= all_dims <= _LARGEST, "mscale_all_dim", "a number of at least 0 that float32 holds")
+    all_dims = _read_magnitude(section, "mscale_all_dim", default=0.0)
 
     def scaled(inverse: Float32[np.ndarray, " F"], factor: float, *, magnitude: float = 1.0) -> Rotary:
         spec = dataclasses.replace(unscaled.spec, inverse=_numbers(inverse), magnitude=magnitude)
         score_scale = _yarn_magnitude(factor, all_dims) ** 2 if all_dims else 1.0
+        expected = f"a number whose scale of scores float32 holds, with the factor {factor}"
+        section.require(score_scale <= _LARGEST, "mscale_all_dim", expected)
         return dataclasses.replace(unscaled, spec=spec, score_scale=score_scale)
 
     if kind in ("linear", "dynamic"):
@@ -116,7 +116,7 @@ def _scaled(
         return scaled(_llama3(section, inverse, factor, original), factor)
     _holder(reader, section, "rope_theta").require(unscaled.theta > 1, "rope_theta", "a number above 1")
     inverse = _yarn(section, inverse, base=unscaled.theta, size=2 * inverse.size, factor=factor, original=original)
-    magnitude = section.float("attention_factor", default=_attention_factor(section, factor))
+    magnitude = _read_magnitude(section, "attention_factor", default=_attention_factor(section, factor))
     return scaled(inverse, factor, magnitude=magnitude)
 
 
@@ -132,6 +132,7 @@ def _proportional(section: ConfigReader, head_dim: int, base: float, share: floa
 
 
 def _require_finite(reader: ConfigReader, inverse: Float32[np.ndarray, " F"]) -> None:
+    """Raise CheckpointError for a base that makes a frequency infinite."""
     reader.require(bool(np.isfinite(inverse).all()), "rope_theta", "a base whose frequencies float32 holds")
 
 
@@ -141,6 +142,13 @@ def _read_positive(section: ConfigReader, key: str, *, default: float) -> float:
     section.require(
         1 / _LARGEST <= value <= _LARGEST, key, f"a positive number of {1 / _LARGEST:.0e} to {_LARGEST:.0e}"
     )
+    return value
+
+
+def _read_magnitude(section: ConfigReader, key: str, *, default: float) -> float:
+    """What rotated vectors, or their scores, are multiplied by."""
+    value = section.float(key, default=default)
+    section.require(0 <= value <= _LARGEST, key, "a number of at least 0 that float32 holds")
     return value
 
 
@@ -224,16 +232,19 @@ def _longrope(
     section.require(holds, "short_factor", f"{inverse.size} numbers, positive ones that float32 holds")
     factors = np.asarray(numbers, np.float32)
     default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    magnitude = section.float("attention_factor", default=default)
-    return inverse / factors, section.float("short_mscale", default=magnitude) if uses_short_mscale else magnitude
+    magnitude = _read_magnitude(section, "attention_factor", default=default)
+    if uses_short_mscale:
+        magnitude = _read_magnitude(section, "short_mscale", default=magnitude)
+    return inverse / factors, magnitude
 
 
 def _attention_factor(section: ConfigReader, factor: float) -> float:
-    some, every = section.float("mscale", default=0.0), section.float("mscale_all_dim", default=0.0)
-    section.require(0 <= some <= _LARGEST, "mscale", "a number of at least 0 that float32 holds")
-    if some and every:
-        return _yarn_magnitude(factor, some) / _yarn_magnitude(factor, every)
-    return _yarn_magnitude(factor, 1.0)
+    some, every = (_read_magnitude(section, key, default=0.0) for key in ("mscale", "mscale_all_dim"))
+    if not (some and every):
+        return _yarn_magnitude(factor, 1.0)
+    ratio = _yarn_magnitude(factor, some) / _yarn_magnitude(factor, every)
+    section.require(ratio <= _LARGEST, "mscale", f"a number whose magnitude float32 holds, with the factor {factor}")
+    return ratio
 
 
 def _yarn_magnitude(factor: float, mscale: float) -> float:

@@ -3,8 +3,9 @@
 import dataclasses
 from collections.abc import Collection, Sequence
 
+from routed_experts.core.capture_spec import MAX_HIDDEN_LAYERS
 from routed_experts.layers.rotary import RotarySpec
-from routed_experts.models.base.config_reader import MAX_HEAD_DIM, MAX_LAYERS, ConfigReader
+from routed_experts.models.base.config_reader import MAX_HEAD_DIM, ConfigReader
 from routed_experts.models.base.rotary_reader import Rotary
 from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec
 from routed_experts.models.decoder.grouped_attention import GroupedAttention
@@ -83,9 +84,9 @@ def read_sizes(
     eps_key: str = "rms_norm_eps",
     latent: bool = False,
 ) -> Sizes:
-    """Read them; a CheckpointError names a missing or invalid key, and one above MAX_LAYERS or MAX_HEAD_DIM. `eps` and
-    `tied` are the family's defaults. `latent`: all attention is latent, whose widths are other keys, and `head_dim` may
-    be odd."""
+    """Read them; a CheckpointError names a missing or invalid key, and one above MAX_HIDDEN_LAYERS or MAX_HEAD_DIM.
+    `eps` and `tied` are the family's defaults. `latent`: all attention is latent, whose widths are other keys, and
+    `head_dim` may be odd."""
     hidden, heads = reader.int("hidden_size", minimum=1), reader.int("num_attention_heads", minimum=1)
     kv_heads = reader.int("num_key_value_heads", minimum=1, default=heads)
     reader.require(heads % kv_heads == 0, "num_key_value_heads", f"a divisor of num_attention_heads={heads}")
@@ -97,7 +98,7 @@ def read_sizes(
     return Sizes(
         vocab_size=reader.int("vocab_size", minimum=1),
         hidden_size=hidden,
-        num_layers=reader.int("num_hidden_layers", minimum=1, maximum=MAX_LAYERS),
+        num_layers=reader.int("num_hidden_layers", minimum=1, maximum=MAX_HIDDEN_LAYERS),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -135,7 +136,7 @@ def check_routing(
 
 
 def refuse(reader: ConfigReader, key: str, *, allowed: Collection[bool] = (False,), default: bool = False) -> None:
-    """Raise where a switch has a value that is not served; null is the default."""
+    """Raise where a switch has a value that is not served; null is the default, also where that is true."""
     strings = " or ".join("true" if value else "false" for value in allowed)
     reader.require((reader.bool(key) if reader.has(key) else default) in allowed, key, strings)
 

@@ -154,10 +154,8 @@ def read_latent(
     refuse(reader, "attention_bias")
     expected = f"num_attention_heads={sizes.num_heads}: every head has keys of its own"
     reader.require(sizes.num_kv_heads == sizes.num_heads, "num_key_value_heads", expected)
-    key_dim, rotary_dim = (
-        reader.int("qk_nope_head_dim", minimum=1),
-        reader.int("qk_rope_head_dim", minimum=2, maximum=MAX_HEAD_DIM),
-    )
+    key_dim = reader.int("qk_nope_head_dim", minimum=1)
+    rotary_dim = reader.int("qk_rope_head_dim", minimum=2, maximum=MAX_HEAD_DIM)
     rotary = read_rotary(reader, rotary_dim, interleaved=interleaved, theta=theta)
     attention = LatentAttention(
         num_heads=sizes.num_heads,

@@ -65,7 +65,8 @@ class ChatFormat:
     def full(self, choice: ChoiceState) -> dict[str, object]:
         """Return the body of a finished choice."""
         delta = choice.full()
-        response = ParsedResponse.from_text(self._parser(choice), delta.text.removeprefix(self._echo))
+        text = delta.text.removeprefix(self._echo)
+        response = ParsedResponse.from_text(self._parser(choice), text, is_cut=choice.is_cut)
         content = self._echo + response.content or (None if response.calls else "")
         message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
         if self._prompt.has_reasoning and self._reasoning_field is not None:
@@ -107,7 +108,8 @@ class ChatFormat:
             parts = [ContentDelta(delta.text)] if delta.text or delta.token_ids else []
         else:
             parts = [ContentDelta(echo)] if echo else []
-            parts += parser.feed(delta.text.removeprefix(echo)) + (parser.finish() if choice.is_finished else [])
+            parts += parser.feed(delta.text.removeprefix(echo))
+            parts += parser.finish(is_cut=choice.is_cut) if choice.is_finished else []
         deltas = [fields for part in parts if (fields := self._to_fields(part)) is not None]
         if not deltas and delta.token_ids:
             deltas.append({})

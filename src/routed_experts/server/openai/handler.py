@@ -204,6 +204,11 @@ class ChoiceState:
         """Whether the sequence has finished."""
         return self.sequence.finish_reason is not None
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether a limit has ended the sequence, such as max_tokens."""
+        return self.sequence.finish_reason is not None and self.sequence.finish_reason.is_cut
+
     def to_delta(self, output: StrOut) -> Delta:
         """Return what one output of the sequence adds."""
         delta = self._delta(
@@ -223,7 +228,7 @@ class ChoiceState:
     def _delta(self, text: str, token_ids: tuple[int, ...], *, first_logprob: int, with_echo: bool) -> Delta:
         sequence, logprobs, num_top = self.sequence, list[LogprobEntry](), self._logprobs.top
         if with_echo and self._logprobs.echo:
-            logprobs += self._prompt_entries(num_top)
+            logprobs += self._prompt_entries(num_top, sequence.echoed_logprobs(self._echo or ""))
         if self.prompt_only:
             text, token_ids = "", ()
         else:
@@ -236,10 +241,10 @@ class ChoiceState:
         echo = self._echo if with_echo else None
         return Delta(text=(echo or "") + text, token_ids=token_ids, logprobs=tuple(logprobs))
 
-    def _prompt_entries(self, num_top: int) -> list[LogprobEntry]:
-        """Return the logprobs of the prompt; none of a request that ended before its first token."""
-        sequence = self.sequence
-        pairs = zip(sequence.input_logprobs or (), sequence.input_top_logprobs, strict=True)
+    def _prompt_entries(self, num_top: int, tokens: Sequence[TokenLogprob]) -> list[LogprobEntry]:
+        """Return the logprobs of the prompt with their alternatives; none of a request that ended before its first
+        token."""
+        pairs = zip(tokens, self.sequence.input_top_logprobs, strict=True)
         return [
             LogprobEntry(token=token, top=(top or ())[:num_top], is_known=index > 0)
             for index, (token, top) in enumerate(pairs)
@@ -250,7 +255,7 @@ class ChoiceState:
         null for a token that is not among the alternatives."""
         if self._logprobs.prompt is None:
             return None
-        entries = self._prompt_entries(self._logprobs.prompt)
+        entries = self._prompt_entries(self._logprobs.prompt, self.sequence.input_logprobs or ())
         return [_by_id(entry) if entry.is_known else None for entry in entries]
 
     def num_tokens(self) -> tuple[int, int]:
