@@ -5,6 +5,7 @@ import gc
 import importlib.util
 import logging
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -221,6 +222,17 @@ def reset_logging() -> Iterator[None]:
     if any(type(handler) is logging.StreamHandler for handler in root.handlers):
         root.handlers[:] = [handler for handler in root.handlers if type(handler) is not logging.StreamHandler]
         package_logger.setLevel(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True)
+def keep_signal_handlers() -> Iterator[None]:
+    """Undo what a server that ran in this process left: it ignores signals at its end, and processes of later tests
+    would inherit that."""
+    before = {sig: signal.getsignal(sig) for sig in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for sig, handler in before.items():
+        if signal.getsignal(sig) != handler and handler is not None:
+            signal.signal(sig, handler)
 
 
 @pytest.fixture(autouse=True)
