@@ -52,7 +52,7 @@ def primitives(jaxpr) -> set[str]:
 
 @pytest.mark.parametrize("unit", [1, 2, 32])
 def test_whole_units_are_counted_without_a_quotient(unit):
-    """Triton loads codes one byte at a time behind a quotient, which took three times as long."""
+    """Triton loads codes one byte at a time behind a quotient, and does not pipeline the loads."""
     inputs = Inputs(length=2880, size=64)
     counted = jax.make_jaxpr(lambda part, index: Inputs(length=2880, size=64, part=part).first(index, 64, unit))(1, 2)
     assert not primitives(counted.jaxpr) & {"div", "floor_divide", "rem", "select_n"}

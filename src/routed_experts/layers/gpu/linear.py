@@ -69,7 +69,8 @@ def choose_tile(num_rows: int, inner: int, outputs: int) -> LinearTile:
 def choose_codes_tile(num_rows: int, inner: int, outputs: int, unit: int, *, packed: bool = False) -> LinearTile:
     """The same for codes, whose parts have a multiple of `unit` inputs; `packed` are those of 4 bits. Measured best
     with matrices of 2048 x 5120 and 4096 x 2048: of e4m3 on an H200 with 1, 2, 4, 8, 16, 64 and 256 rows and on an
-    H100 with 1024 and 4096, of int4 on an H200 with 1, 16, 64 and 256 rows."""
+    H100 with 1024 and 4096, and of int4 on an H200 with 1, 64 and 256 rows. With 16 rows of 4 bits the tile is that of
+    an older measurement."""
     if num_rows == 1:
         out, step, warps = (8, 2048, 8) if packed else (4, 1024, 2)
         splits = _splits(inner, max(1, inner // 2048), unit)
