@@ -73,7 +73,6 @@ CONFIGS = {
         n_group=2,
         topk_group=1,
         n_shared_experts=1,
-        head_dim=16,
         moe_intermediate_size=16,
         first_k_dense_replace=1,
         routed_scaling_factor=2.5,
