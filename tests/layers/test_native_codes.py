@@ -238,7 +238,7 @@ def test_any_product_equals_the_loop_and_its_rows_are_their_own(depth, cols, row
 def test_every_code_is_decoded_exactly():
     """Rows of an identity select each; in pairs and in floats, for few rows and for many."""
     shifted = np.stack([np.roll(FINITE, -shift) for shift in range(64)], axis=1)  # [254, 64]: each code in every column
-    for dtype, count in itertools.product(DTYPES, (254, 9, 1)):
+    for dtype, count in itertools.product(DTYPES, (254, 9, 4, 1)):
         ones = jnp.ones((1, math.ceil(254 / 16), 64), jnp.float32)
         weight = QuantizedWeight(codes=as_codes(shifted[None]), scales=ones, group=16, dtype=jnp.dtype(dtype))
         values = np.asarray(weight.codes[0], np.float32)
@@ -573,7 +573,7 @@ PRODUCT(in_pairs, rex::bf16)
 )
 def test_processors_that_know_less_have_the_same_products(tmp_path, without, is_thorough):
     """Compiled without the instructions that look codes up, multiply pairs, have registers of 16 floats, or convert
-    numbers; but in scripts/thorough with few optimisations."""
+    numbers; but in scripts/thorough with few optimisations. Also of rows 2^40 and 2^-40 times as large."""
     source, made = tmp_path / "gemm.cpp", tmp_path / "gemm.so"
     source.write_text(GEMM_ALONE)
     command = [*(toolchain.compiler() or ()), *toolchain.FLAGS, *toolchain.simd_flags(), *without]
@@ -596,9 +596,11 @@ def test_processors_that_know_less_have_the_same_products(tmp_path, without, is_
             multiply.argtypes, multiply.restype = (ctypes.c_int64,) * 4 + kinds, None
             x, products = rng.standard_normal((64, depth)).astype(dtype), []
             expected, size = looped(x.astype(np.float64), weight, 0)
-            for rows in (64, 1, 2, 3, 5, 6, 9, 25):
-                products.append(np.full((rows, cols), np.nan, np.float32))
-                pointers = (x.ctypes.data, FORMATS.index(form), codes.ctypes.data, is_bf16, scales.ctypes.data)
-                multiply(rows, depth, cols, group, shift, *pointers, products[-1].ctypes.data)
+            for rows, power in itertools.product((64, 1, 2, 3, 5, 6, 9, 25), (0, 40, -40)):
+                product = np.full((rows, cols), np.nan, np.float32)
+                scaled = np.ldexp(x[:rows].astype(np.float32), power).astype(dtype)
+                pointers = (scaled.ctypes.data, FORMATS.index(form), codes.ctypes.data, is_bf16, scales.ctypes.data)
+                multiply(rows, depth, cols, group, shift, *pointers, product.ctypes.data)
+                products.append(np.ldexp(product, -power))
                 np.testing.assert_array_equal(bits(products[-1]), bits(products[0])[:rows])
             assert np.all(np.abs(products[0] - expected) <= ROUNDING["float32"] * size)

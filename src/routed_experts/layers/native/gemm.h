@@ -115,7 +115,15 @@ struct Prefetcher {
 template <int N>
 constexpr std::integral_constant<int, N> constant{};
 
-// Vectors of w as U's; floats of a matrix of codes are over kFactor.
+// The numbers of w that U's are multiplied with are over 2^kExponent, of matrices of codes.
+template <class U, class W>
+constexpr int kExponent = 0;
+template <>
+inline constexpr int kExponent<float, e4m3> = kHalfExponent;
+template <>
+inline constexpr int kExponent<lifted, e4m3> = kBitsExponent - kLift;
+
+// Vectors of w as U's.
 template <class U>
 using Line = decltype(load(static_cast<const U*>(nullptr)));
 template <class U, int Vectors, class W>
@@ -126,37 +134,41 @@ template <class U, int Vectors, class W>
     zip(w, w + ldw, line);
   } else if constexpr (std::is_same_v<U, float>) {
     load_line(w, line);
+  } else if constexpr (std::is_same_v<U, lifted> && Vectors == 4) {
+    load_quads(w, line);
+  } else if constexpr (std::is_same_v<U, lifted>) {
+    load_bits(w, line);
   } else {
 #pragma GCC unroll 4
     for (int v = 0; v < Vectors; v++) line[v] = load(w + v * kLanes);
   }
 }
 
-// The scales of a tile's columns, from its first group on, of numbers over Factor; `group` and depth count U's.
-template <int Factor>
+// The scales of a tile's columns, from its first group on, of numbers over 2^Exponent; `group` and depth count U's.
+template <int Exponent>
 struct Scales {
   ScaleRows rows;
   int64_t group;
 };
-template <int Factor>
-inline Scales<Factor> operator+(const Scales<Factor>& scales, int64_t cols) { return {scales.rows + cols, scales.group}; }
+template <int Exponent>
+inline Scales<Exponent> operator+(const Scales<Exponent>& scales, int64_t cols) { return {scales.rows + cols, scales.group}; }
 // Of a matrix that has none, depth is one group, whose sum continues what is in out.
 struct NoScales {};
 inline NoScales operator+(NoScales, int64_t) { return {}; }
 inline int64_t group_end(NoScales, int64_t, int64_t depth) { return depth; }
-template <int Factor>
-inline int64_t group_end(const Scales<Factor>& scales, int64_t begin, int64_t depth) { return std::min(depth, begin + scales.group); }
+template <int Exponent>
+inline int64_t group_end(const Scales<Exponent>& scales, int64_t begin, int64_t depth) { return std::min(depth, begin + scales.group); }
 inline vf first_sum(NoScales, bool fresh, const float* out) { return fresh ? vf{} : load(out); }
-template <int Factor>
-inline vf first_sum(const Scales<Factor>&, bool, const float*) { return vf{}; }
+template <int Exponent>
+inline vf first_sum(const Scales<Exponent>&, bool, const float*) { return vf{}; }
 // From the group of `begin` on: divided once, and not for each vector.
 inline NoScales from_group(NoScales, int64_t) { return {}; }
-template <int Factor>
-inline Scales<Factor> from_group(const Scales<Factor>& scales, int64_t begin) { return {scales.rows.below(begin / scales.group), scales.group}; }
+template <int Exponent>
+inline Scales<Exponent> from_group(const Scales<Exponent>& scales, int64_t begin) { return {scales.rows.below(begin / scales.group), scales.group}; }
 inline vf total(NoScales, int, bool, const float*, vf sum) { return sum; }
-template <int Factor>
-inline vf total(Scales<Factor> scales, int v, bool fresh, const float* out, vf sum) {
-  return add_products(fresh ? vf{} : load(out), scales.rows.at(0, v * kLanes) * float(Factor), sum);
+template <int Exponent>
+inline vf total(Scales<Exponent> scales, int v, bool fresh, const float* out, vf sum) {
+  return add_products(fresh ? vf{} : load(out), scales.rows.at(0, v * kLanes) * kPowerOf2<Exponent>, sum);
 }
 
 // A tile reads its columns from a panel, and prefetches rows that are read next.
@@ -212,10 +224,14 @@ struct Direct {
   }
 };
 
-// Sources of which a line is multiplied by halves.
+// Sources of which a line is multiplied by halves; and those whose lines are quads, where a tile has whole ones.
 template <class Source>
 constexpr bool kByHalves = false;
+template <class Source>
+constexpr bool kInQuads = false;
 #if defined(__AVX2__) && !defined(__AVX512F__)
+template <>
+inline constexpr bool kInQuads<Direct<lifted, e4m3>> = kLiftsRows;
 template <>
 inline constexpr bool kByHalves<Direct<floats, e2m1>> = true;
 // A line of codes times two neighbours of a row, for each four vectors: those of the first input, then those of the second.
@@ -233,6 +249,19 @@ template <int Vectors>
   }
 }
 #endif
+
+template <int Rows, int Vectors, class Body>
+[[gnu::always_inline]] inline void each_quad(vf (&sums)[Rows][Vectors], const Body& body) {
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 2
+    for (int v = 0; v < Vectors; v += 4) {
+      vf quad[4] = {sums[r][v], sums[r][v + 1], sums[r][v + 2], sums[r][v + 3]};
+      body(quad);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) sums[r][v + i] = quad[i];
+    }
+}
 
 // A tile of plain weights. U: float or pair; `depth` and `ldx` count them. It is much like `tile_of_codes`, and loops over groups, of which it
 // has one: of what was tried to share code between the two, GCC 12 made slower code, up to twice.
@@ -267,7 +296,8 @@ inline void tile(bool fresh, const U* x, int64_t ldx, const Source& source, cons
 template <int Rows, int Vectors, class U, class Source, class ScalesOf>
 [[gnu::noinline]] void tile_of_codes(bool fresh, const U* x, int64_t ldx, const Source& source, const ScalesOf& scales, int64_t depth, float* out,
                                      int64_t ldo) {
-  constexpr int kAtOnce = std::min(Vectors, kTileVectors);  // vectors of a line that are in registers
+  constexpr bool kQuads = kInQuads<Source> && Vectors % 4 == 0;
+  constexpr int kAtOnce = kQuads ? 4 : std::min(Vectors, kTileVectors);  // vectors of a line that are in registers
   for (int64_t start = 0, last = 0; start < depth; start = last) {
     last = group_end(scales, start, depth);
     vf sums[Rows][Vectors];
@@ -275,6 +305,7 @@ template <int Rows, int Vectors, class U, class Source, class ScalesOf>
     for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 8
       for (int v = 0; v < Vectors; v++) sums[r][v] = first_sum(scales, fresh, out + r * ldo + v * kLanes);
+    if constexpr (kQuads) each_quad(sums, [](auto& quad) { to_quads(quad); });
     for (int64_t begin = start; begin < last; begin += kPrefetchEvery) {
       source.prefetch_next();
       for (int64_t d = begin, end = std::min(last, begin + kPrefetchEvery); d < end; d++) {
@@ -294,6 +325,7 @@ template <int Rows, int Vectors, class U, class Source, class ScalesOf>
         }
       }
     }
+    if constexpr (kQuads) each_quad(sums, [](auto& quad) { from_quads(quad); });
     const ScalesOf own = from_group(scales, start);
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++)
@@ -315,8 +347,8 @@ template <int Rows, int Vectors, class U, class W, class... Rest>
 inline void run_tile(bool fresh, const U* x, int64_t ldx, const Direct<U, W>& source, NoScales, const Rest&... rest) {
   tile_of_codes<Rows, Vectors>(fresh, x, ldx, source, NoScales{}, rest...);
 }
-template <int Rows, int Vectors, class U, class Source, int Factor, class... Rest>
-inline void run_tile(bool fresh, const U* x, int64_t ldx, const Source& source, const Scales<Factor>& scales, const Rest&... rest) {
+template <int Rows, int Vectors, class U, class Source, int Exponent, class... Rest>
+inline void run_tile(bool fresh, const U* x, int64_t ldx, const Source& source, const Scales<Exponent>& scales, const Rest&... rest) {
   tile_of_codes<Rows, Vectors>(fresh, x, ldx, source, scales, rest...);
 }
 
@@ -465,11 +497,15 @@ inline void stream(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ld
   for (; c + kLanes <= cols; c += kLanes) stream_columns<Depth, 1>(rows, x, ldx, w + c, ldw, out + c, ldo);
 }
 
-// x in blocks of so many columns, the rows of a block one after another: rows that far apart would push one another out of the cache.
 template <class U>
-inline void block_rows(int64_t rows, const U* x, int64_t ldx, int64_t depth, int64_t columns, U* blocks) {
+inline void copy_row(const U* x, int64_t count, U* to) { std::memcpy(to, x, count * sizeof(U)); }
+inline void copy_row(const float* x, int64_t count, lifted* to) { scale_to(x, kPowerOf2<kLift>, &to->number, count); }
+
+// x in blocks of so many columns, the rows of a block one after another: rows that far apart would push one another out of the cache.
+template <class T, class U>
+inline void block_rows(int64_t rows, const T* x, int64_t ldx, int64_t depth, int64_t columns, U* blocks) {
   for (int64_t d = 0; d < depth; d += columns)
-    for (int64_t r = 0; r < rows; r++, blocks += columns) std::memcpy(blocks, x + r * ldx + d, std::min(columns, depth - d) * sizeof(U));
+    for (int64_t r = 0; r < rows; r++, blocks += columns) copy_row(x + r * ldx + d, std::min(columns, depth - d), blocks);
 }
 
 // The widest piece of out that stays in the first cache.
@@ -538,14 +574,15 @@ inline const W* numbers(CodesOf<W> w) { return w.codes; }
 template <class U, class W>
 inline NoScales scales_from(const W*, int64_t) { return {}; }
 template <class U, class W>
-inline Scales<std::is_same_v<U, float> ? kFactor<W> : 1> scales_from(CodesOf<W> w, int64_t d) {
+inline Scales<kExponent<U, W>> scales_from(CodesOf<W> w, int64_t d) {
   const int64_t group = w.group / kNeighbours<U>;
   return {w.scales.below(d / group), group};
 }
 
-// The groups of codes one after another. Those that have more rows than are walked side by side add up in scratch.
-template <class U, class W>
-void streamed(int64_t rows, const U* x, int64_t ldx, CodesOf<W> w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo) {
+// The groups of codes one after another. Those that have more rows than are walked side by side add up in scratch. U: what is multiplied; T: what x
+// holds.
+template <class U, class T, class W>
+void stream_groups(int64_t rows, const T* x, int64_t ldx, CodesOf<W> w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo) {
   thread_local Scratch scratch, sums_scratch;
   const int64_t group = w.group / kNeighbours<U>, part = std::min(group, kCodeDepth / kRowsOf<U, W>);
   U* blocks = scratch.take<U>(rows * (depth + part));
@@ -572,6 +609,15 @@ void streamed(int64_t rows, const U* x, int64_t ldx, CodesOf<W> w, int64_t ldw, 
           store(to, total(scales + i, 0, false, to, load(sums + r * step + i)));
         }
     }
+  }
+}
+template <class U, class W>
+void streamed(int64_t rows, const U* x, int64_t ldx, CodesOf<W> w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo) {
+  if constexpr (kLiftsRows && std::is_same_v<U, float> && std::is_same_v<W, e4m3>) {
+    const KeepSubnormal keep;
+    stream_groups<lifted>(rows, x, ldx, w, ldw, depth, cols, out, ldo);
+  } else {
+    stream_groups<U>(rows, x, ldx, w, ldw, depth, cols, out, ldo);
   }
 }
 

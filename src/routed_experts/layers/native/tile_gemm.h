@@ -130,7 +130,7 @@ void add_groups(NoScales, int64_t rows, int64_t blocks, const pair* x, const pai
   add_tiles<Down, Across>(blocks, x, rows * kTileSide, w, fresh, out, ldo, prefetcher, prefetched);
 }
 template <int Down, int Across>
-void add_groups(const Scales<1>& scales, int64_t rows, int64_t blocks, const pair* x, const pair* w, bool fresh, float* out, int64_t ldo,
+void add_groups(const Scales<0>& scales, int64_t rows, int64_t blocks, const pair* x, const pair* w, bool fresh, float* out, int64_t ldo,
                 Prefetcher& prefetcher, int64_t prefetched) {
   alignas(64) float sums[kGroupRows * kPairColumns];
   constexpr int64_t kWidth = Across * kTileSide;
@@ -138,7 +138,7 @@ void add_groups(const Scales<1>& scales, int64_t rows, int64_t blocks, const pai
   for (int64_t b = 0, count = 0; b < blocks; b += count) {
     count = std::min(blocks - b, scales.group / kTileSide);
     add_tiles<Down, Across>(count, x + b * x_step, x_step, w + b * Across * kTileSize, true, sums, kWidth, prefetcher, prefetched);
-    const Scales<1> own = from_group(scales, b * kTileSide);
+    const Scales<0> own = from_group(scales, b * kTileSide);
     for (int64_t r = 0; r < rows; r++)
 #pragma GCC unroll 4
       for (int64_t c = 0; c < kWidth; c += kLanes) {
@@ -167,7 +167,7 @@ void multiply_tiles(Tiles& tiles, const ScalesOf& scales, int64_t rows, int64_t 
 // Lines of pairs that few rows walk side by side: a group of inputs; or a block, and the more rows, the more of them, as their sums are loaded
 // and stored for each walk.
 inline int64_t stream_depth(NoScales, int64_t rows) { return kTileSide * (rows > kTileSide ? 4 : rows > kTileSide / 2 ? 2 : 1); }
-inline int64_t stream_depth(const Scales<1>& scales, int64_t) { return scales.group; }
+inline int64_t stream_depth(const Scales<0>& scales, int64_t) { return scales.group; }
 
 template <class Matrix>
 void few_rows_in_tiles(int64_t rows, const pair* x, Matrix w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo) {
@@ -311,31 +311,7 @@ void many_rows_in_tiles(int64_t rows, const pair* x, Matrix w, int64_t ldw, int6
   }
 }
 
-// Takes subnormal numbers for 0, as tiles do, while a product runs.
-class FlushSubnormal {
-#if defined(__SSE__)
- public:
-  FlushSubnormal() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
-  ~FlushSubnormal() { _mm_setcsr(before_); }
-
- private:
-  unsigned before_;
-#elif defined(__aarch64__)
- public:
-  FlushSubnormal() {
-    asm volatile("mrs %0, fpcr" : "=r"(before_));
-    asm volatile("msr fpcr, %0" ::"r"(before_ | 1 << 24));
-  }
-  ~FlushSubnormal() { asm volatile("msr fpcr, %0" ::"r"(before_)); }
-
- private:
-  uint64_t before_;
-#else
- public:
-  FlushSubnormal() {}
-#endif
-};
-
+// Subnormal numbers are 0, as in tiles.
 template <class Matrix>
 void tile_gemm(int64_t rows, const pair* x, Matrix w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo) {
   const FlushSubnormal flush;

@@ -13,6 +13,8 @@
 #include <vector>
 #if defined(__AVX512F__) || defined(__AVX2__) || defined(__FMA__) || defined(__F16C__)
 #include <immintrin.h>
+#elif defined(__SSE__)
+#include <xmmintrin.h>
 #endif
 
 namespace rex {
@@ -55,6 +57,9 @@ struct [[gnu::may_alias]] pair {  // two neighbours of bfloat16, the first in th
 };
 struct [[gnu::may_alias]] floats {  // two neighbours
   float first, second;
+};
+struct [[gnu::may_alias]] lifted {  // 2^60 times a number of x
+  float number;
 };
 struct vff {  // vectors of the first and of the second neighbours
   vf first, second;
@@ -119,16 +124,17 @@ inline vf load(const bf16* p) { return (vf)(widened(read<vh>(p)) << 16); }
 inline vf load(const f16* p) { return from_half(read<vh>(p)); }
 // The bits of a code of 8 bits in float16 are 2^-8 of it, for subnormal numbers too: the exponent has a bit more, behind the sign.
 inline vh half_of_code(const void* p) { return sign_extended(p) << 7 & 0xbfff; }
-constexpr int kCodeFactor = 256;
-inline vf load(const e4m3* p) { return from_half(half_of_code(p)) * float(kCodeFactor); }
+constexpr int kHalfExponent = 8;
+template <int Exponent>
+constexpr float kPowerOf2 = uint64_t(1) << Exponent;
+inline vf load(const e4m3* p) { return from_half(half_of_code(p)) * kPowerOf2<kHalfExponent>; }
 inline vf load(const kv8* p) {  // NaN is the code of all ones
   const vh half = half_of_code(p);
-  return from_half(half | ((vh)((half & 0x7fff) == vh{} + 0x3f80) & 0x7c00)) * float(kCodeFactor);
+  return from_half(half | ((vh)((half & 0x7fff) == vh{} + 0x3f80) & 0x7c00)) * kPowerOf2<kHalfExponent>;
 }
 
-// Neighbouring vectors of numbers over kFactor. Where sums are multiplied by a scale, the factor is part of it, and no number is multiplied.
-template <class W>
-constexpr int kFactor = std::is_same_v<W, e4m3> ? kCodeFactor : 1;
+// Neighbouring vectors of numbers over a power of two: 2^8 for codes of 8 bits. Where sums are multiplied by a scale, the power is part of it, and
+// no number is multiplied.
 template <int Vectors, class W>
 [[gnu::always_inline]] inline void load_line(const W* p, vf (&line)[Vectors]) {
 #pragma GCC unroll 8
@@ -151,6 +157,79 @@ template <int Vectors>
 #pragma GCC unroll 8
   for (int v = 0; v < Vectors; v++) line[v] = from_half(half_of_code(p + v * kLanes));
 }
+
+// Without a conversion: the bits of a code in a float are 2^-120 of it. The numbers of the least exponents are subnormal floats then
+// (KeepSubnormal), and rows are lifted, so that sums are 2^-60 of themselves. Exact, while numbers of a row are below 2^67 and sums above 2^-66.
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+constexpr bool kLiftsRows = true;
+template <int Vectors>
+[[gnu::always_inline]] inline void load_bits(const e4m3* p, vf (&line)[Vectors]) {
+#pragma GCC unroll 8
+  for (int v = 0; v < Vectors; v++) {
+    const __m256i codes = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + v * kLanes)));
+    line[v] = (vf)((vu)_mm256_slli_epi32(codes, 20) & 0x87f00000);
+  }
+}
+// Quads: four vectors, of which vector v has numbers v, v + 4, v + 8 .. of 32. 32 codes become quads without moves between lanes.
+[[gnu::always_inline]] inline void load_quads(const e4m3* p, vf (&quads)[4]) {
+  const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), bits = _mm256_set1_epi16(static_cast<int16_t>(0x87f0));
+  const __m256i even = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(codes, 8), 4), bits);
+  const __m256i odd = _mm256_and_si256(_mm256_srai_epi16(codes, 4), bits);
+  quads[0] = (vf)_mm256_slli_epi32(even, 16), quads[1] = (vf)_mm256_slli_epi32(odd, 16);
+  quads[2] = (vf)_mm256_blend_epi16(even, _mm256_setzero_si256(), 0x55), quads[3] = (vf)_mm256_blend_epi16(odd, _mm256_setzero_si256(), 0x55);
+}
+// Transposes both halves of four registers.
+[[gnu::always_inline]] inline void transpose_halves(vf (&rows)[4]) {
+  const __m256 a = _mm256_unpacklo_ps(rows[0], rows[1]), b = _mm256_unpacklo_ps(rows[2], rows[3]);
+  const __m256 c = _mm256_unpackhi_ps(rows[0], rows[1]), d = _mm256_unpackhi_ps(rows[2], rows[3]);
+  rows[0] = (vf)_mm256_shuffle_ps(a, b, 0x44), rows[1] = (vf)_mm256_shuffle_ps(a, b, 0xee);
+  rows[2] = (vf)_mm256_shuffle_ps(c, d, 0x44), rows[3] = (vf)_mm256_shuffle_ps(c, d, 0xee);
+}
+[[gnu::always_inline]] inline void to_quads(vf (&vectors)[4]) {
+  const __m256 a = vectors[0], b = vectors[1], c = vectors[2], d = vectors[3];
+  vectors[0] = (vf)_mm256_permute2f128_ps(a, c, 0x20), vectors[1] = (vf)_mm256_permute2f128_ps(a, c, 0x31);
+  vectors[2] = (vf)_mm256_permute2f128_ps(b, d, 0x20), vectors[3] = (vf)_mm256_permute2f128_ps(b, d, 0x31);
+  transpose_halves(vectors);
+}
+[[gnu::always_inline]] inline void from_quads(vf (&vectors)[4]) {
+  transpose_halves(vectors);
+  const __m256 a = vectors[0], b = vectors[1], c = vectors[2], d = vectors[3];
+  vectors[0] = (vf)_mm256_permute2f128_ps(a, b, 0x20), vectors[1] = (vf)_mm256_permute2f128_ps(c, d, 0x20);
+  vectors[2] = (vf)_mm256_permute2f128_ps(a, b, 0x31), vectors[3] = (vf)_mm256_permute2f128_ps(c, d, 0x31);
+}
+#else
+constexpr bool kLiftsRows = false;
+#endif
+constexpr int kBitsExponent = 120, kLift = 60;
+
+// Makes this thread take subnormal numbers for 0, as threads of XLA do, or for what they are, while a product runs.
+template <bool kFlush>
+class SubnormalMode {
+#if defined(__SSE__)
+ public:
+  SubnormalMode() : before_(_mm_getcsr()) { _mm_setcsr(kFlush ? before_ | 0x8040u : before_ & ~0x8040u); }
+  ~SubnormalMode() { _mm_setcsr(before_); }
+
+ private:
+  unsigned before_;
+#elif defined(__aarch64__)
+ public:
+  SubnormalMode() {
+    constexpr uint64_t kBit = 1 << 24;
+    asm volatile("mrs %0, fpcr" : "=r"(before_));
+    asm volatile("msr fpcr, %0" ::"r"(kFlush ? before_ | kBit : before_ & ~kBit));
+  }
+  ~SubnormalMode() { asm volatile("msr fpcr, %0" ::"r"(before_)); }
+
+ private:
+  uint64_t before_;
+#else
+ public:
+  SubnormalMode() {}
+#endif
+};
+using FlushSubnormal = SubnormalMode<true>;
+using KeepSubnormal = SubnormalMode<false>;
 
 // What codes of 4 bits are, in bfloat16.
 template <class W>
@@ -211,6 +290,7 @@ inline vff decode(const W* p) {
 inline vff load(const int4* p) { return decode(p); }
 inline vff load(const e2m1* p) { return decode(p); }
 inline vff load(const floats* p) { return {load(&p->first), load(&p->first + kLanes)}; }  // as `store` has put them
+inline vf load(const lifted* p) { return load(&p->number); }
 
 inline vu load(const pair* p) { return read<vu>(p); }
 template <class W>
@@ -387,6 +467,7 @@ inline vf add_product(vf sums, const float* x, vf column) { return add_products(
 #else
 inline vf add_product(vf sums, const float* x, vf column) { return sums + *x * column; }
 #endif
+inline vf add_product(vf sums, const lifted* x, vf column) { return add_product(sums, &x->number, column); }
 inline vf add_product(vf sums, const floats* x, vff columns) { return add_product(add_product(sums, &x->first, columns.first), &x->second, columns.second); }
 inline vf add_product(vf sums, const pair* x, vu column) { return add_products(sums, vu{} + x->bits, column); }
 
