@@ -494,8 +494,9 @@ def test_scales_served_in_bfloat16_are_pushed_in_any_dtype_that_it_holds(halves,
 
 
 @pytest.mark.parametrize("halves", [GPT_OSS], indirect=True)
-def test_scales_of_mxfp4_that_are_no_powers_of_two_are_refused(halves):
-    """As the format has no others, and kernels multiply codes by them in bfloat16."""
+@pytest.mark.parametrize("scale", [0.75, 2.0**66, 2.0**-62])
+def test_scales_of_mxfp4_that_kernels_do_not_take_are_refused(halves, scale):
+    """The format has powers of two alone, and kernels multiply codes by them in bfloat16."""
     written, _, _ = halves
     with Engine(str(written.quantized), **ARRAY_CODE) as engine:
         before = answers(engine)
@@ -503,7 +504,7 @@ def test_scales_of_mxfp4_that_are_no_powers_of_two_are_refused(halves):
         leaves = nnx.to_flat_state(nnx.state(folder.load(jnp.dtype("float32"))))
         served = {".".join(map(str, path)): leaf[...] for path, leaf in leaves}
         name = next(name for name in served if name.endswith("_scale"))
-        wrong = served | {name: served[name].at[0, 0, 0].multiply(1.5)}
+        wrong = served | {name: served[name].at[0, 0, 0].set(scale)}
         for how in (dict(), dict(copy=True)):
             with pytest.raises(WeightsMismatchError, match=f"invalid scales: {name}; expected scales of MXFP4"):
                 engine.update_weights(wrong, **how)

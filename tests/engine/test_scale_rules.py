@@ -12,8 +12,9 @@ from routed_experts.layers.quantized import E2M1, E4M3, INT4
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
-def is_power(number: float) -> bool:
-    return number > 0 and math.frexp(number)[0] == 0.5
+def is_scale_of_mxfp4(number: float) -> bool:
+    fraction, exponent = math.frexp(number)  # of a power of two: 0.5, and one more than its exponent
+    return number in (0.0, 2.0**-127) or (fraction == 0.5 and -61 <= exponent - 1 <= 65)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -30,7 +31,7 @@ def test_rules_are_met_by_the_numbers_that_they_name(dtype, on_host):
     values = [float(number) for number in numbers]
     finite = [math.isfinite(value) and math.copysign(1, value) > 0 for value in values]
     np.testing.assert_array_equal(ScaleRule.NOT_NEGATIVE.is_valid(scales), finite)
-    powers = [keeps and (value == 0 or is_power(value)) for keeps, value in zip(finite, values, strict=True)]
+    powers = [keeps and is_scale_of_mxfp4(value) for keeps, value in zip(finite, values, strict=True)]
     np.testing.assert_array_equal(ScaleRule.POWERS_OF_TWO.is_valid(scales), powers)
 
 

@@ -64,6 +64,16 @@ def test_encoded_records_round_trip(name, spec):
     assert back(to(record), routing_info(record, spec)) == record
 
 
+@pytest.mark.parametrize("name", ["sglang", "tunix"])
+def test_rows_that_the_memory_does_not_hold_are_refused_by_their_shape(name, monkeypatch):
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(np, "full", fail)
+    with pytest.raises(RoutingFormatError, match=r"an array \[1\d, \d, \d\] of int\d+ does not fit the memory"):
+        PAIRS[name][0](build_record())
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_rows_from_the_middle_round_trip_or_are_refused(name):
     to, back = PAIRS[name]

@@ -213,6 +213,17 @@ def test_either_spelling_of_a_key_is_read_and_a_contradiction_refused():
         ConfigReader({"num_experts": 8, "num_local_experts": 4}, "c").int("num_experts")
 
 
+def test_null_of_a_switch_that_is_on_by_default_is_refused_by_its_spelling():
+    def read(values, *, default=True):
+        return ConfigReader(values, "c", {"switch": ("old_switch",)}).bool("switch", default=default)
+
+    for name in ("switch", "old_switch"):
+        with pytest.raises(ConfigError, match=f"c: {name}=None; expected true or false, or no such key"):
+            read({name: None})
+        assert read({name: None}, default=False) is False
+    assert read({"switch": None, "old_switch": True}) and read({})
+
+
 # files
 
 

@@ -129,6 +129,7 @@ def test_windows_are_those_of_transformers(name, window):
 
 
 DYNAMIC = LINEAR | dict(rope_type="dynamic")
+FULL = dict(rope_type="proportional", rope_theta=1e6, partial_rotary_factor=0.25)
 LIMITS = {  # family, settings of transformers, and tokens of a sequence up to which a forward is that of transformers
     "no window": ("Mixtral", dict(sliding_window=None), None),
     "a window within the context": ("Mixtral", dict(sliding_window=64), None),
@@ -141,6 +142,11 @@ LIMITS = {  # family, settings of transformers, and tokens of a sequence up to w
     "dynamic positions": ("Mixtral", dict(rope_parameters=DYNAMIC, sliding_window=None), 256),
     "dynamic positions and a window": ("Mixtral", dict(rope_parameters=DYNAMIC, sliding_window=300), 256),
     "longrope": ("Qwen3Moe", dict(rope_parameters=LONG), 160),
+    "dynamic positions of some layers": (
+        "Gemma4",
+        dict(rope_parameters=dict(sliding_attention=DYNAMIC, full_attention=FULL)),
+        256,
+    ),
     "longrope and a window": ("Phimoe", dict(rope_parameters=LONG | dict(long_mscale=1.2), sliding_window=256), 160),
 }
 
@@ -172,6 +178,11 @@ REFUSED = {  # what transformers reads in a way that no family here does, and wo
         ),
         ["partial_rotary_factor=0.5", "1.0"],
     ),
+    "positions of some layers that hold for less": (
+        "Gemma4",
+        dict(rope_parameters=dict(sliding_attention=LONG, full_attention=FULL)),
+        ["rope_parameters", "up to the trained length"],
+    ),
     "a base in one of two sections": (
         "Qwen3Moe",
         dict(rope_scaling=dict(type="linear", factor=4.0), rope_parameters=dict(rope_theta=7e5)),
@@ -185,6 +196,11 @@ REFUSED = {  # what transformers reads in a way that no family here does, and wo
     "null for tuned queries": ("Llama4", dict(attn_temperature_tuning=None), ["temperature_tuning=None", "true or"]),
     "null for biases of the choice": ("Lfm2Moe", dict(use_expert_bias=None), ["use_expert_bias=None", "true or false"]),
     "null for tied embeddings": ("Ernie4_5_Moe", dict(tie_word_embeddings=None), ["tie_word_embeddings=None", "true"]),
+    "null for an older key of weights": (
+        "BailingHybrid",
+        dict(moe_renormalize=None),
+        ["moe_renormalize=None", "true or false"],
+    ),
     "rotary dims of DeepSeek-V3": ("DeepseekV3", dict(head_dim=2), ["head_dim=2", "qk_rope_head_dim=8"]),
     "windows without a size": (
         "Dots1",

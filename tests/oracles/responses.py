@@ -31,6 +31,10 @@ class Pieces:
     def call(self, name, arguments):
         self.items.append([name, arguments])
 
+    @property
+    def has_calls(self):
+        return any(isinstance(item, list) for item in self.items)
+
     def response(self):
         response, items = Response(), self.items
         for index, item in enumerate(items):
@@ -130,6 +134,20 @@ def without_cut(text, markers):
     return text[: len(text) - max(cuts, default=0)]
 
 
+def no_call(pieces, text, start, at, *expected):
+    """Add the text from `start` to `at`, which is no call; returns where it ends. Behind a call it is left out if the
+    whole text ends there, or with the beginning of a marker."""
+    if pieces.has_calls and is_cut(text, at, "", *expected):
+        return len(text)
+    pieces.text(text[start:at])
+    return at
+
+
+def last_text(pieces, text, markers):
+    """The text behind the last marker: behind a call without the beginning of another."""
+    return without_cut(text, markers) if pieces.has_calls else text
+
+
 def parse_json(text, tools):
     pieces, at, closes = Pieces(), 0, False
     while match := re.compile(r"<tool_call>|</tool_call>" if closes else r"<tool_call>").search(text, at):
@@ -140,12 +158,12 @@ def parse_json(text, tools):
             continue
         call, end = json_object(text, at)
         if call is None:
-            pieces.text(text[match.start() : end])
+            end = no_call(pieces, text, match.start(), end)
         else:
             pieces.call(*call)
             closes = True
         at = end
-    pieces.text(without_cut(text[at:], ("</tool_call>",) if closes else ()))
+    pieces.text(last_text(pieces, text[at:], ("<tool_call>", *(("</tool_call>",) if closes else ()))))
     return pieces.response()
 
 
@@ -185,13 +203,14 @@ def tagged_value(text, at, end_marker, schema, has_lines):
     end = text.find(end_marker, at)
     is_whole = end >= 0
     value = text[at : end if is_whole else len(text)]
+    value = value if is_whole else without_cut(value, (end_marker, "\n" + end_marker) if has_lines else (end_marker,))
     is_string = schema is not None and schema.get("type") == "string"
     if has_lines:
         value = value[1:] if value.startswith("\n") else value
         value = value[:-1] if is_whole and value.endswith("\n") else value
     if is_whole:
         return typed(value, schema), end + len(end_marker), True
-    if is_string:  # a marker that is cut off is text
+    if is_string:
         return '"' + json.dumps(value, ensure_ascii=False)[1:-1], len(text), False
     return "", len(text), False
 
@@ -212,13 +231,13 @@ def parse_xml(text, tools):
         if match[0] == "<tool_call>":
             at = skip(text, at)
             if not text.startswith("<function=", at):
-                pieces.text(text[match.start() : at])
+                at = no_call(pieces, text, match.start(), at, "<function=")
                 continue
             at += len("<function=")
         head = re.compile(rf"({NAME})>").match(text, at)
         if not head or not head[1].strip():
             at = re.compile(r'[^\n<>{}"]{0,256}').match(text, at).end()
-            pieces.text(text[match.start() : at])
+            at = no_call(pieces, text, match.start(), at)
             continue
         name, at = head[1].strip(), head.end()
         members, closing, ends, rest = [], "", ("</tool_call>", "</function>"), ""
@@ -244,7 +263,7 @@ def parse_xml(text, tools):
         joined = "{" + ", ".join(members) if members or closing else ""
         pieces.call(name, joined + closing)
         pieces.text(rest)
-    pieces.text(without_cut(text[at:], ends))
+    pieces.text(last_text(pieces, text[at:], ("<tool_call>", "<function=", *ends)))
     return pieces.response()
 
 
@@ -259,12 +278,13 @@ def parse_glm(text, tools):
         at = skip(text, at)
         head = re.compile(r'[^\n<>{}"]{0,256}').match(text, at)
         name, at = head[0].strip(), head.end()
-        follows = None
+        follows, expected = None, ()
         if name and text[at : at + 1] in ("\n", "<"):
             at = skip(text, at)
-            follows = re.compile(r"<arg_key>|</tool_call>").match(text, at)
+            expected = ("<arg_key>", "</tool_call>")
+            follows = re.compile("|".join(expected)).match(text, at)
         if not follows:
-            pieces.text(text[match.start() : at])
+            at = no_call(pieces, text, match.start(), at, *expected)
             continue
         members, closing, closes = [], "", True
         while True:
@@ -290,7 +310,7 @@ def parse_glm(text, tools):
                 break
         joined = "{" + ", ".join(members) if members or closing else ""
         pieces.call(name, joined + closing)
-    pieces.text(without_cut(text[at:], ("</tool_call>",) if closes else ()))
+    pieces.text(last_text(pieces, text[at:], ("<tool_call>", *(("</tool_call>",) if closes else ()))))
     return pieces.response()
 
 
@@ -304,19 +324,23 @@ def parse_deepseek(text, tools, *, has_kind):
         if match[0] != call_begin:
             continue
         first = re.compile(r'[^\n<>{}"]{0,256}').match(text, at)
-        at, name = first.end(), None
-        if first[0].strip() and text.startswith(separator, at):
+        at, name, missing = first.end(), None, ""
+        if first[0].strip() and text[at : at + 1] == "<":
+            missing = separator
+        if missing and text.startswith(separator, at):
             at += len(separator)
             name = first[0].strip()
             if has_kind:
                 second = re.compile(r'[^\n<>{}"`]{0,256}').match(text, at)
                 at, name = second.end(), second[0].strip()
                 name = None if text[at : at + 1] not in ("\n", "`", "{", "<") else name or None
+                missing = ""
         at = skip(text, at)
-        if name is not None and has_kind and text.startswith("```json", at):
+        fence = "```json" if name is not None and has_kind else ""
+        if fence and text.startswith(fence, at):
             at = skip(text, at + 7)
-        if name is None or at == len(text):
-            pieces.text(text[match.start() : at])
+        if name is None or is_cut(text, at, fence):
+            at = no_call(pieces, text, match.start(), at, missing, fence)
             continue
         if text[at] == "<":
             raw, is_whole = "{}", True
@@ -327,11 +351,13 @@ def parse_deepseek(text, tools, *, has_kind):
         at = skip(text, at)
         if is_whole and has_kind and text.startswith("```", at):
             at = skip(text, at + 3)
+        elif is_whole and has_kind and is_cut(text, at, "```"):
+            at = len(text)
         if text.startswith(call_end, at):
             at += len(call_end)
         else:
             stray = (call_end,)
-    pieces.text(without_cut(text[at:], stray))
+    pieces.text(last_text(pieces, text[at:], (begin, end, call_begin, *stray)))
     return pieces.response()
 
 
@@ -363,7 +389,7 @@ def parse_think(text, tools, calls, *, is_open):
         body = text[started.end() if started else 0 :]
         ends = "</think>" if calls is None else f"</think>|{opener}"
         end = re.search(ends, body)
-        reasoning = (body[: end.start()] if end else body).strip()
+        reasoning = (body[: end.start()] if end else without_cut(body, ends.split("|"))).strip()
         content = "" if not end else body[end.end() :].lstrip() if end[0] == "</think>" else body[end.start() :]
     response = Response(content=content) if calls is None else CALLS[calls](content, tools)
     response.reasoning = reasoning

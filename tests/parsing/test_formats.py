@@ -483,6 +483,77 @@ def test_text_that_the_model_ends_with_the_beginning_of_an_end_marker_is_content
             assert response.content.endswith(end) and [name for name, _ in response.calls] == ["now"], pieces
 
 
+@pytest.mark.parametrize(
+    ("kind", "head", "end"),
+    [
+        ("xml", "<tool_call>\n<function=write_file>\n<parameter=text>\nhello", "\n</parameter>"),
+        ("glm", "<tool_call>write_file\n<arg_key>text</arg_key>\n<arg_value>hello", "</arg_value>"),
+    ],
+)
+def test_an_end_marker_that_is_cut_is_no_part_of_a_string(kind, head, end):
+    for cut in range(len(end) + 1):
+        for pieces in ([head + end[:cut]], list(head + end[:cut])):
+            parser = create_parser(ResponseFormat(tool_calls=kind), prompt="", tools=TOOLS)
+            whole = '"' if cut == len(end) else ""
+            expected = oracle.Response("", "", [["write_file", '{"text": "hello' + whole]])
+            assert read(parser, pieces, is_cut=True) == expected, pieces
+            parser = create_parser(ResponseFormat(tool_calls=kind), prompt="", tools=TOOLS)
+            text = "" if whole else end[:cut].replace("\n", "\\n")  # the model ends it: the beginning is text
+            assert read(parser, pieces).calls == [["write_file", '{"text": "hello' + text + whole]], pieces
+
+
+@pytest.mark.parametrize("calls", [None, "json", "deepseek-v3"])
+def test_a_marker_that_is_cut_behind_reasoning_is_no_reasoning(calls):
+    begin = {None: "</think>", "json": "<tool_call>", "deepseek-v3": "<｜tool▁calls▁begin｜>"}[calls]
+    for marker in ("</think>", begin):
+        for cut in range(len(marker)):
+            parser = create_parser(ResponseFormat(tool_calls=calls, reasoning="forced"), prompt="", tools=TOOLS)
+            assert read(parser, ["thoughts\n", marker[:cut]], is_cut=True) == oracle.Response("thoughts"), marker[:cut]
+            parser = create_parser(ResponseFormat(tool_calls=calls, reasoning="forced"), prompt="", tools=TOOLS)
+            ended = read(parser, ["thoughts\n", marker[:cut]])  # by the model
+            assert ended == oracle.Response(f"thoughts\n{marker[:cut]}".strip()), marker[:cut]
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "further"),
+    [
+        ("json", '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', '<tool_call>\n{"name": "now", "argum'),
+        ("xml", "<tool_call>\n<function=now>\n</function>\n</tool_call>", "<tool_call>\n<function=now"),
+        ("xml", "<function=now>\n</function>", "<function=now"),
+        ("glm", "<tool_call>now\n</tool_call>", "<tool_call>now\n<arg_ke"),
+        (
+            "deepseek-v3",
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜>",
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n",
+        ),
+        (
+            "deepseek-v31",
+            "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+            "<｜tool▁calls▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>",
+        ),
+    ],
+)
+def test_a_further_call_that_is_cut_before_its_arguments_is_left_out(kind, call, further):
+    for cut in range(len(further) + 1):
+        text = f"Sure.\n{call}\n{further[:cut]}"
+        for pieces in ([text], list(text)):
+            parser = create_parser(ResponseFormat(tool_calls=kind), prompt="", tools=TOOLS)
+            response = read(parser, pieces, is_cut=True)
+            assert (response.content, [name for name, _ in response.calls]) == ("Sure.", ["now"]), text
+        first = create_parser(ResponseFormat(tool_calls=kind), prompt="", tools=TOOLS)
+        alone = further[:cut].removeprefix("<｜tool▁calls▁begin｜>").removeprefix("<｜tool▁calls▁end｜>")
+        assert read(first, [further[:cut]], is_cut=True) == oracle.Response("", alone), further[:cut]
+    parser = create_parser(ResponseFormat(tool_calls=kind), prompt="", tools=TOOLS)
+    assert read(parser, [call, further]).content, further  # the model has ended the text itself
+
+
+def test_a_fence_that_is_cut_behind_arguments_is_no_content():
+    for cut in range(4):
+        text = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n" + "```"[:cut]
+        parser = create_parser(ResponseFormat(tool_calls="deepseek-v3"), prompt="", tools=TOOLS)
+        assert read(parser, [text], is_cut=True) == oracle.Response("", "", [["now", "{}"]]), text
+
+
 def test_thousands_of_forced_calls_are_read():
     parser = create_forced_parser(None)
     text = "[" + ", ".join(['{"name": "f", "parameters": {}}'] * 3000) + "]"

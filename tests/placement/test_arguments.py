@@ -2,6 +2,7 @@
 
 import re
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -27,6 +28,8 @@ WRONG = {
     "objects for a load": (lambda: placement.resident([["a"] * 8] * 2, per_layer=2), "is no array of real numbers"),
     "ragged rows": (lambda: placement.static_coverage([[1, 2], [3]]), "load=a list of 2 is no array of real numbers"),
     "complex loads": (lambda: placement.concentration(LOAD + 1j), "is no array of real numbers"),
+    "dates for a load": (lambda: placement.eplb(LOAD.astype("M8[s]"), **SIZES), "is no array of real numbers"),
+    "durations for a load": (lambda: placement.eplb(LOAD.astype("m8[s]"), **SIZES), "is no array of real numbers"),
     "no load": (lambda: placement.resident(None, per_layer=2), "load has shape []; expected [M, E]"),
     "an infinite sum": (lambda: placement.eplb(LOAD * 2e306, **SIZES), "load of MoE layer 1 has an infinite sum"),
     "instances": (lambda: placement.eplb(LOAD, num_instances=8.0, num_devices=2), "num_instances=8.0 is float"),
@@ -75,17 +78,23 @@ WRONG = {
     ),
     "seconds": (
         lambda: placement.estimate_move(LOAD, PLAN, PLAN, **COSTS | dict(expert_time_s="x")),
-        "expert_time_s='x'; expected a finite number of at least 0",
+        "expert_time_s='x' is str; expected a finite number of at least 0",
     ),
     "no bytes": (
         lambda: placement.estimate_move(LOAD, PLAN, PLAN, **COSTS | dict(expert_bytes=None)),
-        "expert_bytes=None; expected a finite number of at least 0",
+        "expert_bytes=None is NoneType; expected a finite number of at least 0",
     ),
     "a placement of now": (lambda: placement.estimate_move(LOAD, None, PLAN, **COSTS), "now is NoneType; expected Exp"),
     "copies": (lambda: placement.num_copies(PLAN, RESIDENCY), "new is ResidencyMap; expected ExpertPlacement"),
     "promoted": (lambda: placement.num_promoted(RESIDENCY, PLAN), "new is ExpertPlacement; expected ResidencyMap"),
     "nodes": (lambda: placement.relabel(PLAN, PLAN, num_nodes=1.0), "num_nodes=1.0 is float; expected an integer"),
-    "costs": (lambda: placement.ExpertCosts(host_s="x"), "host_s='x'; expected a finite number of seconds"),
+    "a complex rate": (
+        lambda: placement.estimate_move(LOAD, PLAN, PLAN, **COSTS | dict(link_bytes_per_s=np.array(1j))),
+        "link_bytes_per_s=a ndarray of one value is ndarray; expected a finite number above 0",
+    ),
+    "costs": (lambda: placement.ExpertCosts(host_s="x"), "host_s='x' is str; expected a finite number of seconds"),
+    "an array of costs": (lambda: placement.ExpertCosts(host_s=np.ones(1)), "is ndarray; expected a finite number"),
+    "a bool of NumPy": (lambda: placement.ExpertCosts(host_s=np.array(True)), "is ndarray; expected a finite number"),
     "a start": (lambda: placement.AdaptiveResidency.start(PLAN), "residency is ExpertPlacement; expected ResidencyMap"),
 }
 
@@ -104,3 +113,19 @@ def test_integers_and_numbers_of_numpy_are_taken():
     assert placement.simulate(iter(RECORDS), PLAN, step_tokens=np.int32(4)).num_steps == 2
     costs = {name: np.float32(value) for name, value in COSTS.items()}
     assert not placement.estimate_move(LOAD, PLAN, PLAN, **costs).pays_off
+
+
+@pytest.mark.parametrize("to_array", [np.array, np.float16, jnp.asarray, jnp.bfloat16], ids=lambda make: make.__name__)
+def test_arrays_without_dims_are_numbers(to_array):
+    costs = {name: to_array(value) for name, value in COSTS.items()}
+    assert placement.estimate_move(LOAD, PLAN, PLAN, **costs) == placement.estimate_move(LOAD, PLAN, PLAN, **COSTS)
+    seconds = dict(host_s=8.0, device_s=1.0, copy_s=0.5)
+    counts = np.arange(16).reshape(2, 8) * 4096
+    slots = []
+    for kind in (float, to_array):
+        own = placement.ExpertCosts(**{name: kind(value) for name, value in seconds.items()})
+        residency = placement.AdaptiveResidency.start(RESIDENCY, costs=own)
+        for _ in range(16):
+            residency = residency.observe(counts[:, ::-1], 4096)
+        slots.append(residency.residency.experts)
+    assert (slots[0] == slots[1]).all() and (slots[0] != RESIDENCY.experts).any()

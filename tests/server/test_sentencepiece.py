@@ -78,6 +78,24 @@ def test_texts_of_tokens_join_to_the_echo_of_a_prompt_that_special_tokens_begin(
     assert choice["text"] == "<s> ab pas pas pas" == "".join(choice["logprobs"]["tokens"])
 
 
+def test_a_token_of_the_echo_has_one_text_among_its_alternatives(engine, server):
+    """Of "u" the tokenizer makes two tokens, the first of which is the space that the echo has not."""
+    body = {"prompt": "u", "echo": True, "logprobs": 20, "add_special_tokens": True, "max_tokens": 0}
+    logprobs = completion(server, **body)[0]["logprobs"]
+    assert logprobs["tokens"] == ["", "", "u"]
+    ids = engine.tokenizer.encode("u")
+    meta = engine.generate(
+        input_ids=ids,
+        sampling_params={"max_new_tokens": 1},
+        return_logprob=True,
+        logprob_start_len=0,
+        top_logprobs_num=20,
+    )["meta_info"]
+    best = [(value, text) for value, token_id, text in meta["input_top_logprobs"][1] if token_id != ids[1]]
+    assert len(best) == 19, "the space is among the alternatives"
+    assert logprobs["top_logprobs"][1].keys() == {"", *(text for _, text in best)}
+
+
 def test_an_answer_of_a_chat_follows_the_last_shown_token(engine, server):
     bias = always(engine, "▁pas")
     for message, text in (("ab", " pas"), ("ab</s>", " pas")):

@@ -32,6 +32,7 @@ from routed_experts.server.run import EXIT_DEAD, FINAL_FLUSH_S, STEP_GRACE_S, fr
 from routed_experts.server.state import ServerState
 
 FAILING = ("stalled", "degraded", "dead")  # states in which a replica should be replaced
+COMMAND_GRACE_S = 8.0  # for a command in the place of STEP_GRACE_S; with FINAL_FLUSH_S within what `serve` waits
 logger = logging.getLogger(__name__)
 
 
@@ -141,15 +142,8 @@ class Replica:
         )
 
     async def _drain(self, grace_s: float) -> None:
-        """Take nothing new, finish what runs, and end the rest with what it has. Where a step does not end, the rest
-        ends with an error, and `_watch_engine` ends the process."""
-        server, idle = self._state, self._middleware.idle
-        server.set_draining()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(idle.wait(), max(grace_s, 0.001))
-        if not idle.is_set():
-            server.engine.flush_submissions()
-            await end_requests(lambda: self._engine.abort(abort_all=True), self._engine.thread.kill, idle)
+        """`drain`. Where a step does not end, `_watch_engine` ends the process."""
+        await drain(self._state, self._middleware.idle, grace_s)
 
     def _watch_engine(self, loop: asyncio.AbstractEventLoop) -> None:
         """End this process after the last responses, once the engine has ended by an error. A thread of its own."""
@@ -163,22 +157,49 @@ class Replica:
         os._exit(EXIT_DEAD)
 
 
+async def drain(server: ServerState, idle: asyncio.Event, grace_s: float) -> None:
+    """Take nothing new, finish what runs, and end the rest with what it has. `idle` is set while no request runs. Where
+    a step does not end, the rest ends with an error, and the engine with it."""
+    server.set_draining()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(idle.wait(), max(grace_s, 0.001))
+    if idle.is_set():
+        return
+    engine = server.engine.engine
+    server.engine.flush_submissions()
+    await end_requests(
+        lambda: engine.abort(abort_all=True),
+        engine.thread.kill,
+        idle,
+        runs_command=lambda: engine.thread.runs_command,
+    )
+
+
 async def end_requests(
-    abort: Callable[[], object], kill: Callable[[BaseException], object], idle: asyncio.Event
+    abort: Callable[[], object],
+    kill: Callable[[BaseException], object],
+    idle: asyncio.Event,
+    *,
+    runs_command: Callable[[], bool],
 ) -> None:
     """Call `abort`, which waits for the engine thread, and wait until the last responses are sent, FINAL_FLUSH_S at
-    most. An engine whose step does not end within STEP_GRACE_S is ended by `kill`, and with it the replica. Raises what
-    `abort` raises within that time."""
+    most. An engine whose step does not end within STEP_GRACE_S is ended by `kill`, and with it the replica; a command
+    that is carried out, such as a commit of weights, has COMMAND_GRACE_S. Raises what `abort` raises within that
+    time."""
     work = asyncio.ensure_future(asyncio.to_thread(abort))
-    await asyncio.wait((work,), timeout=STEP_GRACE_S)
-    if not work.done():
+    kind, grace_s = "step", STEP_GRACE_S
+    await asyncio.wait((work,), timeout=grace_s)
+    if not work.done() and runs_command():
+        kind, grace_s = "command", COMMAND_GRACE_S
+        await asyncio.wait((work,), timeout=COMMAND_GRACE_S - STEP_GRACE_S)
+    if work.done():
+        await work
+    else:
         work.cancel()  # its thread ends by `kill`
-        logger.error("the engine has not ended its requests within %g s; the replica ends without them", STEP_GRACE_S)
-        text = f"the engine has ended: its step did not end within {STEP_GRACE_S:g} s when the replica was to end"
+        logger.error("the engine has not ended its %s within %g s; the replica ends its requests", kind, grace_s)
+        text = f"the engine has ended: its {kind} did not end within {grace_s:g} s when the replica was to end"
         cause = EngineDeadError(f"{text}; send the request again")
         threading.Thread(target=kill, args=(cause,), name="kill", daemon=True).start()  # it may wait for a lock
-        return
-    await work
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(idle.wait(), FINAL_FLUSH_S)
 

@@ -174,7 +174,7 @@ def pad_to_tokens(record: RoutedExperts, dtype: type[np.signedinteger]) -> Int[n
 
 
 def _new_rows(shape: tuple[int, ...], fill: int, dtype: np.dtype) -> Int[np.ndarray, "R columns K"]:
-    """A new array of one value; raises RoutingFormatError where the memory does not hold it."""
+    """A new array of one value; raises RoutingFormatError where the allocation fails."""
     try:
         return np.full(shape, fill, dtype)
     except MemoryError as error:

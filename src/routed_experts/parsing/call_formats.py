@@ -9,19 +9,21 @@
 Rules of all formats:
 
 * A call starts when its name is known and its arguments begin. Before that, text that turns out to be no call is
-  content, its marker included. After that, the arguments end where the text stops to be what the format says, and what
-  follows is content. Text that ends within a call leaves its arguments as they are; where it ends within a marker of
-  XML, the cut marker is no content.
+  content, its marker included; but where max_tokens or another limit cuts that text behind a call, it is left out.
+  After that, the arguments end where the text stops to be what the format says, and what follows is content. Text that
+  ends within a call leaves its arguments as they are; where it ends within a marker of XML, the cut marker is no
+  content.
 * Any name is a call, also one that the request does not have.
 * JSON arguments are passed on as they are written. A call without any has `{}`.
 * VALUEs of XML have the types of the tool's schema. One that must be a string is passed on while it arrives; another is
   passed on when it is complete: as JSON if it is JSON of an allowed type, else as a string. Qwen3-Coder writes a line
-  break on either side of a VALUE.
-* The end marker of a call that has started is never content, even where other text stands before it. Nor is the
-  beginning of such a marker at the end of a text that max_tokens or another limit cuts. Where the model ends the text,
-  it is content."""
+  break on either side of a VALUE. At the end of a text that a limit cuts, the beginning of the end marker of a VALUE is
+  no part of it, and neither is the line break before that.
+* The end marker of a call that has started is never content, even where other text stands before it. Nor is, behind a
+  call, the beginning of any marker of calls at the end of a text that a limit cuts. Where the model ends the text, it
+  is content."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from types import MappingProxyType
 
 from routed_experts.parsing.deltas import DeltaWriter
@@ -47,12 +49,28 @@ _VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 _FENCE = "```"
+_FENCE_JSON = _FENCE + "json"
+
+
+def _read_content(reader: Reader, writer: DeltaWriter, markers: Sequence[str]) -> Generator[None, None, str | None]:
+    """Read content up to one of `markers`, which is read, too, and returned; None at the end of the text."""
+    return (yield from reader.read_until(markers, writer.content, silent=markers if writer.num_calls else ()))
+
+
+def _add_record(reader: Reader, writer: DeltaWriter, expected: Sequence[str] = ()) -> Steps:
+    """Add the record, which is no call, as content. It is left out where it is behind a call and a limit cuts it, be it
+    within one of `expected`."""
+    if writer.num_calls:
+        yield from reader.peek()
+        if reader.is_cut and reader.read_cut_marker(["", *expected]):
+            return
+    writer.content(reader.record)
 
 
 def json_calls(reader: Reader, writer: DeltaWriter, tools: Tools) -> Steps:
     """Read the calls of Hermes and Qwen."""
     ends: list[str] = []
-    while (marker := (yield from reader.read_until([_CALL, *ends], writer.content, silent=ends))) is not None:
+    while (marker := (yield from _read_content(reader, writer, [_CALL, *ends]))) is not None:
         if marker == _CALL_END:
             ends = []
             continue
@@ -60,7 +78,7 @@ def json_calls(reader: Reader, writer: DeltaWriter, tools: Tools) -> Steps:
         if (yield from _JsonCall(reader, writer).read()):
             ends = [_CALL_END]
         else:
-            writer.content(reader.record)
+            yield from _add_record(reader, writer)
 
 
 class _JsonCall:
@@ -173,10 +191,7 @@ def named_call(reader: Reader, writer: DeltaWriter, name: str) -> Steps:
 def xml_calls(reader: Reader, writer: DeltaWriter, tools: Tools) -> Steps:
     """Read the calls of Qwen3-Coder. `<tool_call>` may be missing, as the model leaves it out at times."""
     ends: list[str] = []
-    while True:
-        marker = yield from reader.read_until([_CALL, _FUNCTION, *ends], writer.content, silent=ends)
-        if marker is None:
-            return
+    while (marker := (yield from _read_content(reader, writer, [_CALL, _FUNCTION, *ends]))) is not None:
         if marker in ends:
             ends = [] if marker == _CALL_END else [_CALL_END]
             continue
@@ -184,11 +199,11 @@ def xml_calls(reader: Reader, writer: DeltaWriter, tools: Tools) -> Steps:
         if marker == _CALL:
             yield from reader.skip_whitespace()
             if (yield from reader.read_marker([_FUNCTION])) is None:
-                writer.content(reader.record)
+                yield from _add_record(reader, writer, (_FUNCTION,))
                 continue
         name = yield from reader.read_name(">")
         if name is None:
-            writer.content(reader.record)
+            yield from _add_record(reader, writer)
             continue
         reader.read()
         writer.start_call(name)
@@ -221,7 +236,7 @@ def _xml_arguments(reader: Reader, writer: DeltaWriter, parameters: object) -> G
 def glm_calls(reader: Reader, writer: DeltaWriter, tools: Tools) -> Steps:
     """Read the calls of GLM-4.5."""
     ends: list[str] = []
-    while (marker := (yield from reader.read_until([_CALL, *ends], writer.content, silent=ends))) is not None:
+    while (marker := (yield from _read_content(reader, writer, [_CALL, *ends]))) is not None:
         if marker == _CALL_END:
             ends = []
             continue
@@ -233,7 +248,7 @@ def glm_calls(reader: Reader, writer: DeltaWriter, tools: Tools) -> Steps:
             yield from reader.skip_whitespace()
             marker = yield from reader.read_marker([_KEY, _CALL_END])
         if name is None or marker is None:
-            writer.content(reader.record)
+            yield from _add_record(reader, writer, () if name is None else (_KEY, _CALL_END))
             continue
         writer.start_call(name)
         is_closed = yield from _glm_arguments(reader, writer, tools.get(name), marker)
@@ -271,55 +286,47 @@ def _xml_value(
 ) -> Generator[None, None, bool]:
     """Read a value and its end marker. `has_lines`: a line break on either side is none of it. Returns False at the end
     of the text."""
+    ends = ["\n" + end, end] if has_lines else [end]
     if types is not None and types == frozenset({"string"}):
-        text = _ValueText(writer.arguments) if has_lines else None
+        text = _ValueText(writer.arguments, has_lines=has_lines)
         writer.arguments('"')
-        emit = text.push if text else lambda piece: writer.arguments(escape(piece))
-        if (yield from reader.read_until([end], emit)) is None:
-            if text:
-                writer.arguments(escape(text.line_break))
+        if (yield from reader.read_until(ends, text.push, silent=ends)) is None:
             return False
         writer.arguments('"')
         return True
     parts = list[str]()
-    if (yield from reader.read_until([end], parts.append)) is None:
+    if (yield from reader.read_until(ends, parts.append)) is None:
         return False
     value = "".join(parts)
-    if has_lines:
-        value = value.removeprefix("\n").removesuffix("\n")
-    writer.arguments(value_to_json(value, types))
+    writer.arguments(value_to_json(value.removeprefix("\n") if has_lines else value, types))
     return True
 
 
 class _ValueText:
-    """The text of a value that is passed on while it arrives. `line_break`: at its end so far."""
+    """The text of a value that is passed on while it arrives. `has_lines`: a line break at its start is none of it."""
 
-    def __init__(self, emit: Callable[[str], None]) -> None:
-        self._emit, self._is_first, self.line_break = emit, True, ""
+    def __init__(self, emit: Callable[[str], None], *, has_lines: bool) -> None:
+        self._emit, self._is_line_start = emit, has_lines
 
     def push(self, text: str) -> None:
-        if self._is_first:
-            text, self._is_first = text.removeprefix("\n"), False
-        text = self.line_break + text
-        self.line_break = "\n" if text.endswith("\n") else ""
-        self._emit(escape(text.removesuffix("\n")))
+        if self._is_line_start:
+            text, self._is_line_start = text.removeprefix("\n"), False
+        self._emit(escape(text))
 
 
 def deepseek_calls(reader: Reader, writer: DeltaWriter, tools: Tools, *, has_kind: bool) -> Steps:
     """Read the calls of DeepSeek V3, whose calls begin with their kind and have a fenced block, or of V3.1. The markers
     of the section of calls are never content."""
     markers, ends = [CALLS_BEGIN, CALLS_END, CALL_BEGIN], list[str]()
-    while (marker := (yield from reader.read_until([*markers, *ends], writer.content, silent=ends))) is not None:
+    while (marker := (yield from _read_content(reader, writer, [*markers, *ends]))) is not None:
         ends = []
         if marker != CALL_BEGIN:
             continue
         reader.start_record(CALL_BEGIN)
-        name = yield from _deepseek_name(reader, has_kind=has_kind)
+        name, expected = yield from _deepseek_head(reader, has_kind=has_kind)
         first = yield from reader.skip_whitespace()
-        if name is not None and has_kind and first == "`" and (yield from reader.read_marker([_FENCE + "json"])):
-            first = yield from reader.skip_whitespace()
         if name is None or not first:
-            writer.content(reader.record)
+            yield from _add_record(reader, writer, expected)
             continue
         writer.start_call(name)
         if first == "<":
@@ -328,18 +335,29 @@ def deepseek_calls(reader: Reader, writer: DeltaWriter, tools: Tools, *, has_kin
         else:
             is_complete = yield from read_arguments(reader, writer.arguments)
         if is_complete and (yield from reader.skip_whitespace()) == "`" and has_kind:
-            yield from reader.read_marker([_FENCE])
+            has_fence = yield from reader.read_marker([_FENCE])
+            if not has_fence and reader.is_cut:
+                reader.read_cut_marker([_FENCE])
         yield from reader.skip_whitespace()
         if (yield from reader.read_marker([CALL_END])) is None:
             ends = [CALL_END]
 
 
-def _deepseek_name(reader: Reader, *, has_kind: bool) -> Generator[None, None, str | None]:
-    """Read the head of a call, up to its arguments."""
-    first = yield from reader.read_name("<")
-    if first is None or (yield from reader.read_marker([SEPARATOR])) is None:
-        return None
-    return (yield from reader.read_name("\n`{<")) if has_kind else first
+def _deepseek_head(reader: Reader, *, has_kind: bool) -> Generator[None, None, tuple[str | None, Sequence[str]]]:
+    """Read the head of a call, up to its arguments. Returns its name; or None, and the marker that is missing."""
+    name = yield from reader.read_name("<")
+    if name is None:
+        return None, ()
+    if (yield from reader.read_marker([SEPARATOR])) is None:
+        return None, (SEPARATOR,)
+    if not has_kind:
+        return name, ()
+    name = yield from reader.read_name("\n`{<")
+    if name is not None and (yield from reader.skip_whitespace()) == "`":
+        has_fence = yield from reader.read_marker([_FENCE_JSON])
+        if not has_fence and reader.ends_within([_FENCE_JSON]):
+            return None, (_FENCE_JSON,)
+    return name, ()
 
 
 CALL_FORMATS: Mapping[str, Callable[[Reader, DeltaWriter, Tools], Steps]] = MappingProxyType(

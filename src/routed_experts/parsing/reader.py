@@ -85,11 +85,14 @@ class Reader:
                 return None
             yield
 
-    def read_cut_marker(self, markers: Sequence[str]) -> bool:
-        """Read the rest of a text that ends within one of `markers` or just before it, where `read_marker` has returned
-        None. Returns whether the text ends so."""
+    def ends_within(self, markers: Sequence[str]) -> bool:
+        """Whether the text ends within one of `markers` or just before it, where `read_marker` has returned None."""
         rest = self._text[self._position :]
-        if not self._is_closed or not any(marker.startswith(rest) for marker in markers):
+        return self._is_closed and any(marker.startswith(rest) for marker in markers)
+
+    def read_cut_marker(self, markers: Sequence[str]) -> bool:
+        """Read the rest of a text that ends so. Returns whether it does."""
+        if not self.ends_within(markers):
             return False
         self._position = len(self._text)
         return True

@@ -6,8 +6,9 @@ to the second, which takes the calls out:
     text -> _split_reasoning -> content -> calls of a format -> deltas
 
 Reasoning begins where the prompt has opened it, or where the response begins with `<think>`. It ends at `</think>` or,
-as some models do not close it, at the first call. Whitespace at either end of it is dropped, and so is whitespace
-between it and the content."""
+as some models do not close it, at the first call. The beginning of such a marker is no reasoning at the end of a text
+that a limit cuts. Whitespace at either end of the reasoning is dropped, and so is whitespace between it and the
+content."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -92,7 +93,8 @@ def split_reasoning(
             if end < len(text):
                 whitespace.append(text[end:])
 
-        marker = yield from reader.read_until([THINK_END, *call_markers], emit)
+        markers = [THINK_END, *call_markers]
+        marker = yield from reader.read_until(markers, emit, silent=markers)
         if marker == THINK_END:
             yield from reader.skip_whitespace()
         elif marker is not None:

@@ -22,11 +22,25 @@ def check_type(name: str, value: object, *kinds: type) -> None:
         raise PlacementError(f"{name} is {type(value).__name__}; expected {expected}")
 
 
-def is_finite_number(value: object) -> bool:
-    """Whether a value is a finite number of Python or NumPy that a float holds, and no bool."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        return False
+def check_number(name: str, value: object, expected: str, *, is_positive: bool = False) -> float:
+    """Return a finite real number of at least 0, of Python, NumPy or an array without dims, as a float. Raises
+    PlacementError for another value, for 0 if it `is_positive`, and for an integer that no float holds."""
+    number = _to_float(value)
+    if number is None:
+        raise PlacementError(f"{name}={short_repr(value)} is {type(value).__name__}; expected {expected}")
+    if not math.isfinite(number) or number < 0 or (is_positive and number == 0):
+        raise PlacementError(f"{name}={short_repr(value)}; expected {expected}")
+    return number
+
+
+def _to_float(value: object) -> float | None:
+    """A real number as a float, infinite for an integer that is too large; None for what is none, as a bool."""
     try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer
-        return False
+        if isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        array = np.asarray(value)
+        return float(array) if array.shape == () and array.dtype.kind in "iufV" else None  # V: bfloat16
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError):
+        return None

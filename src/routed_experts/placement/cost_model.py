@@ -5,11 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from routed_experts.core.error_text import short_repr
-from routed_experts.core.errors import PlacementError
 from routed_experts.core.load_metrics import device_load, eplb_balancedness_weighted
 from routed_experts.core.placement import ExpertPlacement
-from routed_experts.placement.arguments import check_type, is_finite_number
+from routed_experts.placement.arguments import check_number, check_type
 from routed_experts.placement.eplb import checked_load
 from routed_experts.placement.match_devices import num_copies
 
@@ -46,14 +44,10 @@ def estimate_move(
     copies * bytes / rate.
 
     Balancedness is the weighted one, which is the share of time that devices do not wait. Raises PlacementError."""
-    for name, value in {
-        "expert_time_s": expert_time_s,
-        "expert_bytes": expert_bytes,
-        "link_bytes_per_s": link_bytes_per_s,
-    }.items():
-        if not (is_finite_number(value) and value >= 0) or (name == "link_bytes_per_s" and value == 0):
-            least = "above 0" if name == "link_bytes_per_s" else "of at least 0"
-            raise PlacementError(f"{name}={short_repr(value)}; expected a finite number {least}")
+    expected = "a finite number of at least 0"
+    time_s = check_number("expert_time_s", expert_time_s, expected)
+    num_bytes = check_number("expert_bytes", expert_bytes, expected)
+    rate = check_number("link_bytes_per_s", link_bytes_per_s, "a finite number above 0", is_positive=True)
     for name, placement in (("now", now), ("new", new)):
         check_type(name, placement, ExpertPlacement)
     load = checked_load(load)
@@ -63,6 +57,6 @@ def estimate_move(
         balancedness_now=b_now,
         balancedness_new=b_new,
         copies=copies,
-        gain_s=expert_time_s * (1 - b_now / b_new),
-        cost_s=copies * expert_bytes / link_bytes_per_s,
+        gain_s=time_s * (1 - b_now / b_new),
+        cost_s=copies * num_bytes / rate,
     )

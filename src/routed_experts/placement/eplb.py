@@ -74,7 +74,7 @@ def checked_load(load: Float[np.ndarray, "M E"]) -> Float64[np.ndarray, "M E"]:
     expected = "[M, E], the load of each expert of each MoE layer"
     try:
         read = np.asarray(load)
-        read = read.astype(np.float64, copy=False) if read.dtype.kind not in "cSU" else None
+        read = read.astype(np.float64, copy=False) if read.dtype.kind in "biufOV" else None
     except (TypeError, ValueError):
         read = None
     if read is None:
@@ -89,9 +89,10 @@ def checked_load(load: Float[np.ndarray, "M E"]) -> Float64[np.ndarray, "M E"]:
             "least 0"
         )
     with np.errstate(over="ignore"):
-        endless = np.flatnonzero(~np.isfinite(read.sum(axis=1)))
-    if endless.size:
-        text = f"load of MoE layer {endless[0]} has an infinite sum, with values of up to {read[endless[0]].max():g}"
+        infinite_layers = np.flatnonzero(~np.isfinite(read.sum(axis=1)))
+    if infinite_layers.size:
+        layer = infinite_layers[0]
+        text = f"load of MoE layer {layer} has an infinite sum, with values of up to {read[layer].max():g}"
         raise PlacementError(f"{text}; expected a finite sum: scale the load down")
     return read
 

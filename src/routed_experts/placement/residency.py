@@ -12,12 +12,11 @@ import numpy as np
 from jaxtyping import Bool, Float, Float64, Int, Int64
 
 from routed_experts.analysis import known_rows
-from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PlacementError
 from routed_experts.core.placement import ResidencyMap
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.routing_stats import RoutingStats
-from routed_experts.placement.arguments import check_integer, check_type, is_finite_number
+from routed_experts.placement.arguments import check_integer, check_number, check_type
 from routed_experts.placement.eplb import checked_load
 
 _FAST, _SLOW = 256.0, 4096.0  # half-lives of the two averages, in tokens
@@ -39,8 +38,7 @@ class ExpertCosts:
 
     def __post_init__(self) -> None:
         for name, seconds in dataclasses.asdict(self).items():
-            if not (is_finite_number(seconds) and seconds >= 0):
-                raise PlacementError(f"{name}={short_repr(seconds)}; expected a finite number of seconds, 0 or more")
+            check_number(name, seconds, "a finite number of seconds, 0 or more")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -151,7 +149,8 @@ def _exchange_experts(residency: ResidencyMap, rate: Float64[np.ndarray, "M E"],
     slots = np.argsort(np.take_along_axis(rate, experts, axis=1), axis=1, kind="stable")[:, :count]
     victims = np.take_along_axis(experts, slots, axis=1)
     new, old = np.take_along_axis(rate, comers, axis=1), np.take_along_axis(rate, victims, axis=1)
-    pays = (new - old) * _HORIZON * (costs.host_s - costs.device_s) > costs.copy_s
+    saved_s = float(costs.host_s) - float(costs.device_s)  # which may be arrays of JAX
+    pays = (new - old) * _HORIZON * saved_s > float(costs.copy_s)
     swaps = pays & (new > _HYSTERESIS * old)
     if not swaps.any():
         return residency

@@ -88,6 +88,7 @@ def test_e4m3_needs_compute_capability_8_9():
     for capability, converts in (("8.0", False), ("8.6", False), ("8.9", True), ("9.0", True), ("12.0", True)):
         assert converts_e4m3([Device("cpu"), Device("gpu", capability)]) == converts, capability
     assert not converts_e4m3([Device("gpu", "9.0"), Device("gpu", "8.0")])
+    assert not converts_e4m3([Device("gpu", "gfx942")])  # AMD's
 
 
 @pytest.mark.parametrize("module", [backends, attention])

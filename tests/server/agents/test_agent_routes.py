@@ -266,6 +266,34 @@ def test_a_last_message_that_cannot_be_continued_is_refused(server):
     assert error["param"] == "messages[1]" and "tool_result" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}}, "output_config"),
+        ({"tools": BLOCK_TOOLS, "tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": BLOCK_TOOLS, "tool_choice": {"type": "tool", "name": "now"}}, "tool_choice"),
+    ],
+)
+def test_a_last_message_of_the_assistant_beside_a_form_of_the_answer_is_refused(server, fields, name):
+    body = {"messages": [*messages(), {"role": "assistant", "content": '{"begun'}], **fields}
+    error = anthropic_error(server.post("/v1/messages", {**body, "max_tokens": 5}), 400)
+    assert error["param"] == "messages[1]" and f"leave out messages[1] or {name}" in error["message"], error
+    body.pop("output_config", None)  # no field of a count
+    assert server.post("/v1/messages/count_tokens", body).status_code == 200
+
+
+def test_tokens_of_a_conversation_that_ends_with_a_use_of_tools_are_counted(server):
+    text, use = {"type": "text", "text": "a"}, {"type": "tool_use", "id": "toolu_1", "name": "now", "input": {"x": 5}}
+    body = {"messages": [*messages(), {"role": "assistant", "content": [text, use]}], "tools": BLOCK_TOOLS}
+    call = {"id": "toolu_1", "type": "function", "function": {"name": "now", "arguments": {"x": 5}}}
+    chat = [*messages(), {"role": "assistant", "content": "a", "tool_calls": [call]}]
+    functions = {"name": "get_weather", "parameters": FUNCTION["parameters"]}, {"name": "now"}
+    tools = [{"type": "function", "function": function} for function in functions]
+    counted = server.post("/v1/messages/count_tokens", body).json()
+    tokens = server.post("/tokenize", {"messages": chat, "tools": tools, "add_generation_prompt": False}).json()
+    assert counted == {"input_tokens": len(tokens["tokens"])}
+
+
 def test_a_last_message_that_the_template_leaves_out_is_refused(server):
     body = {"messages": [*messages(), {"role": "assistant", "content": "a"}]}
     body |= {"max_tokens": 5, "chat_template_kwargs": {"hide_last": True}}

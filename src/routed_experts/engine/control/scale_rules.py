@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from routed_experts.layers.quantized import E2M1
+from routed_experts.layers.quantized import E2M1, E2M1_SCALES, E2M1_ZERO_SCALE
 
 
 class ScaleRule(enum.Enum):
     """A rule, as errors state it. A GPU kernel multiplies codes of e2m1 by scales in bfloat16, which is exact for
-    powers of two alone (OCP Microscaling Formats 1.0 has no others)."""
+    powers of two alone (OCP Microscaling Formats 1.0 has no others), and for those within E2M1_SCALES."""
 
     NOT_NEGATIVE = "finite scales that are not negative"
-    POWERS_OF_TWO = "scales of MXFP4 that are powers of two or 0"
+    POWERS_OF_TWO = "scales of MXFP4 that are powers of two from 2^-61 to 2^65, 2^-127 or 0"
 
     @staticmethod
     def for_format(format: str) -> "ScaleRule":
@@ -33,4 +33,12 @@ class ScaleRule(enum.Enum):
         if self is ScaleRule.NOT_NEGATIVE:
             return is_finite
         is_subnormal_power = (rest == 0) & (fraction & (fraction - 1) == 0)
-        return is_finite & ((fraction == 0) | is_subnormal_power)
+        least, largest, zeros = (_bits_of(scale, scales.dtype) for scale in (*E2M1_SCALES, E2M1_ZERO_SCALE))
+        is_within = ((bits >= least) & (bits <= largest)) | (bits == 0) | (bits == zeros)
+        return is_finite & ((fraction == 0) | is_subnormal_power) & is_within
+
+
+def _bits_of(scale: float, dtype: np.dtype) -> int:
+    """The bits of the number of a dtype that is next to a scale; those of positive numbers have their order."""
+    info = jnp.finfo(dtype)
+    return int(np.array(min(scale, float(info.max)), dtype).view(f"uint{info.bits}"))

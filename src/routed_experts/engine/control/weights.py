@@ -304,7 +304,8 @@ def _check_finite(
 
 
 def _invalid(arrays: Mapping[str, Any], finite: Mapping[str, bool], rules: Mapping[str, ScaleRule]) -> list[str]:
-    """Names of arrays that are not finite, or are invalid scales: as a program has told, or looked at now."""
+    """Names of arrays that are not finite, or are invalid scales: from the device program's flags where it has them,
+    else checked here."""
     return [
         name
         for name, array in arrays.items()
@@ -316,8 +317,8 @@ def _refuse_invalid(invalid: Sequence[str], *, param: str, rules: Mapping[str, S
     """Raise for these arrays, some of which may be scales."""
     if invalid:
         expected = " and ".join(sorted({rules[name].value for name in invalid if name in rules}))
-        found = "NaN, infinity or invalid scales" if expected else "NaN or infinity"
-        text = f"{len(invalid)} arrays hold {found}: {_listed(invalid, ', ', ' and')}"
+        fault = "NaN, infinity or invalid scales" if expected else "NaN or infinity"
+        text = f"{len(invalid)} arrays hold {fault}: {_listed(invalid, ', ', ' and')}"
         text += f"; expected {expected}" if expected else ""
         raise WeightsMismatchError(f"{text}; the served weights stay as they are", param=param)
 

@@ -102,6 +102,11 @@ class EngineThread:
         return self._core.request_table.num_live == 0
 
     @property
+    def runs_command(self) -> bool:
+        """Whether a command that a caller waits for is being carried out. From any thread, as `is_idle`."""
+        return self._carried_out is not None
+
+    @property
     def num_pending_commands(self) -> int:
         """Commands that wait for the end of the step; for tests."""
         return self._inbox.qsize()

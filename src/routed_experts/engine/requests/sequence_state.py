@@ -141,19 +141,20 @@ class SequenceState:
         sampled the one after it."""
         return weight_runs(self.last.weight_changes, self.last.weight_version, self.last.num_fed)
 
-    def echoed_logprobs(self, echo: str) -> list[TokenLogprob]:
-        """The logprobs of the prompt, whose texts join to `echo`, its text. Special tokens that a tokenizer has put
-        before a text have none here, and the token after them begins it: a decoder may strip its space."""
-        entries, tokenizer = list(self.input_logprobs or ()), self._tokenizer
+    def echoed_logprobs(self, echo: str) -> list[tuple[TokenLogprob, TopLogprobs]]:
+        """The logprobs of the prompt, whose texts join to `echo`, its text, and their alternatives. Special tokens that
+        a tokenizer has put before a text have none here, and the token after them begins it: a decoder may strip its
+        space. A token has the same text among its alternatives."""
+        entries = list(zip(self.input_logprobs or (), self.input_top_logprobs, strict=True))
+        tokenizer, ids = self._tokenizer, [token.token_id for token, _ in entries]
         if not entries or tokenizer is None:
             return entries
-        ids = [entry.token_id for entry in entries]
         num_added = next((index for index, token_id in enumerate(ids) if not tokenizer.is_special(token_id)), 0)
         if num_added == 0 or tokenizer.decode(ids[num_added:], skip_special_tokens=False) != echo:
             return entries
-        first = tokenizer.decode(ids[num_added : num_added + 1], skip_special_tokens=False)
-        added = [entry._replace(text="") for entry in entries[:num_added]]
-        return [*added, entries[num_added]._replace(text=first), *entries[num_added + 1 :]]
+        texts = [*[""] * num_added, tokenizer.decode(ids[num_added : num_added + 1], skip_special_tokens=False)]
+        changed = [_with_text(*entry, text) for entry, text in zip(entries, texts, strict=False)]
+        return [*changed, *entries[len(changed) :]]
 
     def rows_of_prompt(self) -> RoutedExperts:
         """The rows without the generated tokens: the last token of the prompt was fed, and has one."""
@@ -224,6 +225,13 @@ class SequenceState:
             version_spans=(),
             weights=empty_weights(spec) if self.request.routed_experts.weights else None,
         )
+
+
+def _with_text(token: TokenLogprob, top: TopLogprobs, text: str) -> tuple[TokenLogprob, TopLogprobs]:
+    """The token and its alternatives with another text of the token."""
+    if top is not None:
+        top = tuple(other._replace(text=text) if other.token_id == token.token_id else other for other in top)
+    return token._replace(text=text), top
 
 
 def _create_detokenizer(request: TokenizedGenerateReqInput, tokenizer: Tokenizer) -> IncrementalDetokenizer:

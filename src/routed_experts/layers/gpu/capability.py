@@ -12,4 +12,10 @@ def converts_e4m3(devices: Sequence[Any] | None = None) -> bool:
     """Whether all GPUs among `devices`, by default those of this process, have compute capability 8.9 or more, which
     e4m3 needs. True without GPUs, as in a compilation ahead of time."""
     gpus = [device for device in devices or jax.local_devices() if device.platform == "gpu"]
-    return all(tuple(map(int, device.compute_capability.split("."))) >= _E4M3 for device in gpus)
+    return all(_has_e4m3(device.compute_capability) for device in gpus)
+
+
+def _has_e4m3(capability: str) -> bool:
+    """Whether a compute capability has that instruction. The names of AMD's GPUs, as gfx942, are none."""
+    major, _, minor = capability.partition(".")
+    return major.isdecimal() and minor.isdecimal() and (int(major), int(minor)) >= _E4M3

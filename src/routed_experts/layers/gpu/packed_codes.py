@@ -10,7 +10,7 @@ in a unit that sums are multiplied by:
 
 Scales of e2m1 are powers of two, so bfloat16 holds a code times its scale exactly too, in units of 2^64
 (`times_scales`): sums of many rows need no product by scales then. Below a scale of 2^-61 such a number may lose bits,
-and from 2^66 on it is infinite.
+and from 2^66 on it is infinite, so that scales are within E2M1_SCALES; that of blocks of zeros may be less.
 
 By assembly, because array code of the same works on one code at a time. Dims: C columns, B bytes."""
 

@@ -215,8 +215,9 @@ class ConfigReader:
 
     def bool(self, key: str, *, default: builtins.bool | None = None) -> builtins.bool:
         """A switch. Where it is on by default null is refused: transformers refuses it, or takes it as off."""
-        if default and key in self.values and not self.has(key):
-            raise self._error(key, "true or false, or no such key, which is true")
+        nulls = [name for name in (key, *self.synonyms.get(key, ())) if name in self.values]
+        if default and nulls and not self.has(key):
+            raise self._error(nulls[0], "true or false, or no such key, which is true")
         value = self._value(key, default, "true or false")
         if not isinstance(value, builtins.bool):
             raise self._error(key, "true or false")

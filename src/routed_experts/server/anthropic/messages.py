@@ -1,5 +1,6 @@
 """POST /v1/messages and /v1/messages/count_tokens. Nothing is stored. The model thinks if `thinking` asks for it. An
-answer to messages that end with one of the assistant continues that message, and holds the new text alone."""
+answer to messages that end with one of the assistant continues that message, and holds the new text alone. A form of
+the output is one of a whole answer, so that such messages are refused with it, as Anthropic does."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -84,7 +85,7 @@ async def messages(request: Request, server: ServerState) -> Response:
         values: dict[str, object] = {name: getattr(call, name) for name in _SAMPLING_FIELDS}
         grammar = _grammar(call, tools)
         own = {"stop": call.stop_sequences or None, "seed": to_seed(call.seed), "structured_outputs": grammar}
-        prompt = await _prompt(server, body, tools, structured=grammar is not None)
+        prompt = await _prompt(server, body, tools, grammar=grammar)
         inputs = GenerateReqInput(
             input_ids=prompt.token_ids,
             sampling_params=SamplingParams.from_dict(values | own),
@@ -105,7 +106,7 @@ async def count_tokens(request: Request, server: ServerState) -> Response:
     body = await read_body(request, CountTokensRequest, server.settings)
     server.check_model(body.value.model)
     with field_names(_FIELDS):
-        prompt = await _prompt(server, body, _tools(body.value))
+        prompt = await _prompt(server, body, _tools(body.value), is_counted=True)
     return json_response({"input_tokens": len(prompt.token_ids)}, headers=ignored_params_header(body.ignored))
 
 
@@ -117,8 +118,14 @@ def _grammar(call: MessagesRequest, tools: ToolOptions) -> GrammarSpec | None:
 
 
 async def _prompt(
-    server: ServerState, body: ParsedBody[CountTokensRequest], tools: ToolOptions, *, structured: bool = False
+    server: ServerState,
+    body: ParsedBody[CountTokensRequest],
+    tools: ToolOptions,
+    *,
+    grammar: GrammarSpec | None = None,
+    is_counted: bool = False,
 ) -> ChatPrompt:
+    """Render the messages. `is_counted`: no answer follows, so that the last message may use tools."""
     call = body.value
     kind = "disabled" if call.thinking is None else call.thinking.type
     if kind not in _THINKING:
@@ -126,26 +133,36 @@ async def _prompt(
         raise InvalidRequestError(text, param="thinking")
     scalars: dict[str, Scalar] = {"enable_thinking": _THINKING[kind], "thinking": _THINKING[kind]}
     scalars |= call.chat_template_kwargs or {}
-    continues = bool(call.messages) and call.messages[-1].role == "assistant"
+    is_answered = not call.messages or call.messages[-1].role != "assistant"
 
     def build() -> ChatPrompt:
         converted = to_messages(call.messages, call.system)
-        if continues and converted[-1].tool_calls:
-            path = f"messages[{len(call.messages or ()) - 1}]"
-            text = f"{path} is the last message and uses tools; send their results (tool_result) after it"
-            raise InvalidRequestError(text, param=path)
+        uses_tools = not is_answered and bool(converted[-1].tool_calls)
+        if not (is_answered or is_counted):
+            _check_continued(f"messages[{len(call.messages or ()) - 1}]", grammar, uses_tools=uses_tools)
+        continues = not (is_answered or uses_tools)
         prompt = build_prompt(
             server,
             converted,
             tools,
             scalars=scalars,
-            add_generation_prompt=not continues,
+            add_generation_prompt=is_answered,
             continue_final_message=continues,
-            structured=structured,
+            structured=grammar is not None,
         )
         return prompt.after_reasoning() if continues else prompt
 
     return await run_in_thread_if_large(body.num_bytes, build)
+
+
+def _check_continued(path: str, grammar: GrammarSpec | None, *, uses_tools: bool) -> None:
+    """Raise InvalidRequestError for a last message that no answer can continue."""
+    if uses_tools:
+        text = f"{path} is the last message and uses tools; send their results (tool_result) after it"
+        raise InvalidRequestError(text, param=path)
+    if grammar is not None:
+        text = f"{path} is the last message and the assistant's, and {grammar.param} is of a whole answer"
+        raise InvalidRequestError(f"{text}; leave out {path} or {grammar.param}", param=path)
 
 
 def to_messages(

@@ -5,7 +5,7 @@ of each choice has the finish reason, and a chunk with the usage if the request 
 
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import Protocol, cast
 
 from starlette.requests import Request
@@ -18,7 +18,7 @@ from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import SamplingParams, clamp_biases
 from routed_experts.core.speculative_stats import SpeculativeCounts
 from routed_experts.engine.requests.placement_fields import exactness_fields
-from routed_experts.engine.requests.sequence_state import SequenceState, TokenLogprob
+from routed_experts.engine.requests.sequence_state import SequenceState, TokenLogprob, TopLogprobs
 from routed_experts.engine.requests.tokenizer import Tokenizer
 from routed_experts.engine.requests.weight_fields import weight_fields
 from routed_experts.formats.wire import PAYLOAD_KEY
@@ -228,7 +228,7 @@ class ChoiceState:
     def _delta(self, text: str, token_ids: tuple[int, ...], *, first_logprob: int, with_echo: bool) -> Delta:
         sequence, logprobs, num_top = self.sequence, list[LogprobEntry](), self._logprobs.top
         if with_echo and self._logprobs.echo:
-            logprobs += self._prompt_entries(num_top, sequence.echoed_logprobs(self._echo or ""))
+            logprobs += _prompt_entries(num_top, sequence.echoed_logprobs(self._echo or ""))
         if self.prompt_only:
             text, token_ids = "", ()
         else:
@@ -241,21 +241,13 @@ class ChoiceState:
         echo = self._echo if with_echo else None
         return Delta(text=(echo or "") + text, token_ids=token_ids, logprobs=tuple(logprobs))
 
-    def _prompt_entries(self, num_top: int, tokens: Sequence[TokenLogprob]) -> list[LogprobEntry]:
-        """Return the logprobs of the prompt with their alternatives; none of a request that ended before its first
-        token."""
-        pairs = zip(tokens, self.sequence.input_top_logprobs, strict=True)
-        return [
-            LogprobEntry(token=token, top=(top or ())[:num_top], is_known=index > 0)
-            for index, (token, top) in enumerate(pairs)
-        ]
-
     def prompt_logprobs(self) -> list[dict[str, object] | None] | None:
         """Return the logprobs of the prompt by token id, in vLLM's form; None where they are not requested. `rank` is
         null for a token that is not among the alternatives."""
         if self._logprobs.prompt is None:
             return None
-        entries = self._prompt_entries(self._logprobs.prompt, self.sequence.input_logprobs or ())
+        pairs = zip(self.sequence.input_logprobs or (), self.sequence.input_top_logprobs, strict=True)
+        entries = _prompt_entries(self._logprobs.prompt, pairs)
         return [_by_id(entry) if entry.is_known else None for entry in entries]
 
     def num_tokens(self) -> tuple[int, int]:
@@ -306,6 +298,15 @@ class ChoiceState:
             "matched_stop": finish.matched,
         }
         return fields if self.sequence.last.exact else {**fields, "exact": False}
+
+
+def _prompt_entries(num_top: int, pairs: Iterable[tuple[TokenLogprob, TopLogprobs]]) -> list[LogprobEntry]:
+    """Return the logprobs of the prompt with their alternatives; none of a request that ended before its first
+    token."""
+    return [
+        LogprobEntry(token=token, top=(top or ())[:num_top], is_known=index > 0)
+        for index, (token, top) in enumerate(pairs)
+    ]
 
 
 class ResponseFormat(Protocol):
