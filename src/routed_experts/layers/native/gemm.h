@@ -18,6 +18,7 @@ constexpr int kTileRows = 6;
 constexpr int kTileVectors = kRegisters / 8;  // of a tile at most: its sums fill three quarters of the registers
 constexpr int kStreamRows = kRegisters > 16 ? 24 : 8;  // up to this many rows are streamed; more of them pay for a panel
 constexpr int kStreamFloatRows = 24, kStreamCodeRows = kRegisters > 16 ? 24 : 5;  // with a matrix of floats, and of codes
+constexpr int kStreamE4m3Rows = kLiftsRows ? 8 : kStreamCodeRows;
 static_assert(std::min(kStreamRows, kStreamFloatRows) + 1 >= kTileRows);  // of plain weights the first tile of a panel is a full one
 constexpr int64_t kCodeDepth = 32;  // rows of codes, walked side by side
 constexpr int kChains = kRegisters > 16 ? kTileVectors : 8;  // vectors of a tile of codes with one row: an addition to a sum waits for the one before it
@@ -673,9 +674,9 @@ inline void gemm_in_cache(int64_t rows, const float* x, int64_t ldx, const float
 template <class Matrix>
 inline int64_t stream_rows(const Matrix&) { return kStreamRows; }
 inline int64_t stream_rows(const float*) { return kStreamFloatRows; }
-inline int64_t stream_rows(const Codes&) { return kStreamCodeRows; }
+inline int64_t stream_rows(const Codes& w) { return w.format == Format::kE4m3 ? kStreamE4m3Rows : kStreamCodeRows; }
 template <class W>
-inline int64_t stream_rows(const CodesOf<W>&) { return kStreamCodeRows; }
+inline int64_t stream_rows(const CodesOf<W>&) { return std::is_same_v<W, e4m3> ? kStreamE4m3Rows : kStreamCodeRows; }
 
 // Few rows or many, of columns 0..whole-1. U: what is multiplied; depth, ldx: counted in it. Matrix: a pointer, or CodesOf.
 template <class U, class Matrix>
