@@ -141,6 +141,7 @@ _OWN = {
     "PhimoeForCausalLM": _PHIMOE,
     "PhiMoEForCausalLM": _PHIMOE,
     "DeepseekV3ForCausalLM": {"head_dim": None},
+    "Glm4MoeLiteForCausalLM": {"head_dim": None},
     "DeepseekV2ForCausalLM": {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3},
     "Glm4MoeForCausalLM": {"attention_bias": True},
     "BailingHybridForCausalLM": {"q_lora_rank": None, "n_group": 4, "topk_group": 2},

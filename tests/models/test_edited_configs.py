@@ -73,6 +73,26 @@ EDITED = {  # family: settings of transformers, keys of the file that are set, a
         (),
     ),
     "Gemma4: a base without sections": ("Gemma4", {}, dict(rope_theta=100.0), ("rope_parameters",)),
+    "Glm4Moe: null rotates whole heads": (
+        "Glm4Moe",
+        {},
+        dict(partial_rotary_factor=None, rope_theta=1e4),
+        ("rope_parameters",),
+    ),
+    "MiniMaxM2: null rotates whole heads": (
+        "MiniMaxM2",
+        {},
+        dict(partial_rotary_factor=None, rotary_dim=16, rope_theta=1e4),
+        ("rope_parameters",),
+    ),
+    "Llama4: proportional positions in pairs": (
+        "Llama4",
+        {},
+        dict(rope_parameters=dict(rope_type="proportional", rope_theta=1e4)),
+        (),
+    ),
+    "Ernie4_5_Moe: another name of its top-k": ("Ernie4_5_Moe", {}, dict(num_experts_per_tok=2), ("moe_k",)),
+    "HunYuanMoEV1: another name of its top-k": ("HunYuanMoEV1", {}, dict(num_experts_per_tok=2), ("moe_topk",)),
     "Llama4: no chunks": ("Llama4", dict(attention_chunk_size=None), {}, ()),
 }
 TOKENS = np.random.default_rng(0).integers(0, SIZES["vocab_size"], 48)
@@ -163,6 +183,16 @@ def test_a_config_names_the_length_up_to_which_a_forward_is_that_of_transformers
 
 
 REFUSED = {  # what transformers reads in a way that no family here does, and words of the error
+    "attention to later tokens": ("Qwen3Moe", dict(is_causal=False), ["is_causal=False", "true"]),
+    "logits that are all 0": ("Gemma4", dict(final_logit_softcapping=0.0), ["final_logit_softcapping=0.0", "positive"]),
+    "proportional positions that scale scores": (
+        "Glm4MoeLite",
+        dict(rope_parameters=dict(rope_type="proportional", rope_theta=1e4, mscale_all_dim=1.0)),
+        ["mscale_all_dim=1.0", "proportional"],
+    ),
+    "two top-k of Ernie": ("Ernie4_5_Moe", dict(num_experts_per_tok=2), ["moe_k", "num_experts_per_tok", "differ"]),
+    "two top-k of HunYuan": ("HunYuanMoEV1", dict(num_experts_per_tok=2), ["moe_topk", "num_experts_per_tok"]),
+    "rotary dims of GLM-4.7-Flash": ("Glm4MoeLite", dict(head_dim=2), ["head_dim=2", "qk_rope_head_dim=8"]),
     "linear positions of PhiMoE": (
         "Phimoe",
         dict(rope_parameters=LINEAR | dict(short_mscale=1.2)),

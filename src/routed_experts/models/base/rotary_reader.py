@@ -40,16 +40,18 @@ def read_rotary(
     uses_short_mscale: bool = False,
 ) -> Rotary:
     """Read either spelling: `rope_parameters`, or `rope_theta` beside `rope_scaling`. `theta` and `part`, the share of
-    a head's dims that are rotated, are defaults. Without `part` all dims are rotated, and a config with another
-    share is refused. `stretched`: dynamic positions with an `alpha` are those of a larger base (HunYuan).
-    `kinds`: those of the family. `uses_short_mscale`: it is the magnitude of longrope (PhiMoE)."""
+    a head's dims that are rotated, are defaults; null of the share is 1, as transformers has it. Without `part` all
+    dims are rotated, and a config with another share is refused. `stretched`: dynamic positions with an `alpha` are
+    those of a larger base (HunYuan). `kinds`: those of the family. `uses_short_mscale`: it is the magnitude of
+    longrope (PhiMoE)."""
     section = _section(reader)
     spellings = {section.str(key, choices=kinds) for key in ("rope_type", "type") if section.has(key)}
     section.require(len(spellings) <= 1, "type", "the same as rope_type")
     kind = next(iter(spellings), "default")
     base = _either(reader, section, "rope_theta", theta)
     _holder(reader, section, "rope_theta").require(base > 0, "rope_theta", "a positive number")
-    share = _either(reader, section, "partial_rotary_factor", part or 1.0)
+    null = part is not None and reader.values.get("partial_rotary_factor", part) is None  # of the whole head then
+    share = _either(reader, section, "partial_rotary_factor", 1.0 if part is None or null else part)
     size, holder = int(head_dim * share), _holder(reader, section, "partial_rotary_factor")
     even = size % 2 == 0 or kind == "proportional"
     holds, expected = 2 <= size <= head_dim and even, f"an even part of head_dim={head_dim}"
@@ -58,7 +60,9 @@ def read_rotary(
         part is not None or share == 1.0, "partial_rotary_factor", "1.0: this architecture rotates all dims of a head"
     )
     if kind == "proportional":
-        return Rotary(spec=RotarySpec(inverse=_proportional(section, head_dim, base, share)), theta=base, kind=kind)
+        section.require(not section.has("mscale_all_dim"), "mscale_all_dim", "none beside proportional positions")
+        spec = RotarySpec(inverse=_proportional(section, head_dim, base, share), interleaved=interleaved)
+        return Rotary(spec=spec, theta=base, kind=kind)
     alpha = section.float("alpha", default=0.0) if stretched and kind == "dynamic" else 0.0
     if alpha:
         expected = "a positive number that float32 holds, and heads of more than 2 dims"

@@ -93,6 +93,7 @@ def read_sizes(
     head_dim = reader.int("head_dim", minimum=2, maximum=MAX_HEAD_DIM, default=max(2, hidden // heads))
     reader.require(latent or head_dim % 2 == 0, "head_dim", "an even number: rotary positions turn pairs")
     reader.str("hidden_act", default="silu", choices=("silu", "swish"))  # two names of one function
+    refuse(reader, "is_causal", allowed=(True,), default=True)
     norm_eps = reader.float(eps_key, default=eps)
     reader.require(norm_eps >= 0, eps_key, "a number of at least 0")
     return Sizes(

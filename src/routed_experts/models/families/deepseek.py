@@ -32,16 +32,22 @@ def read_deepseek_v2(reader: ConfigReader) -> FamilyConfig:
 
 
 def read_deepseek_v3(reader: ConfigReader) -> FamilyConfig:
-    """Read config.json of DeepSeek-V3, Kimi-K2 or Moonlight. transformers takes null of the two switches as false, and
-    rotates `head_dim` dims where the file has it."""
+    """Read config.json of DeepSeek-V3, Kimi-K2 or Moonlight. transformers takes null of the two switches as false."""
     reader = reader.with_null(False, "norm_topk_prob", "rope_interleave")
-    sizes = read_sizes(reader, latent=True)
-    rotary_dim = reader.int("qk_rope_head_dim", minimum=2, maximum=MAX_HEAD_DIM)
-    holds = not reader.has("head_dim") or sizes.head_dim == rotary_dim
-    reader.require(holds, "head_dim", f"qk_rope_head_dim={rotary_dim}, or no such key")
+    sizes = read_rotating_sizes(reader)
     router = read_biased_router(reader, num_groups=8, topk_group=4, scale=2.5)
     first = reader.int("first_k_dense_replace", minimum=0, default=3)
     return latent_decoder(reader, sizes, router, interleaved=read_interleaved(reader), dense=range(first), shared=1)
+
+
+def read_rotating_sizes(reader: ConfigReader, *, eps: float = 1e-6) -> Sizes:
+    """Sizes of a model of which transformers rotates `head_dim` dims where the file has it: they must be those of
+    `qk_rope_head_dim`."""
+    sizes = read_sizes(reader, eps=eps, latent=True)
+    rotary_dim = reader.int("qk_rope_head_dim", minimum=2, maximum=MAX_HEAD_DIM)
+    holds = not reader.has("head_dim") or sizes.head_dim == rotary_dim
+    reader.require(holds, "head_dim", f"qk_rope_head_dim={rotary_dim}, or no such key")
+    return sizes
 
 
 def read_biased_router(

@@ -71,11 +71,18 @@ def read_gemma4_text(reader: ConfigReader, *, stem: str = "model.") -> FamilyCon
         sizes.decoder([LayerSpec(mixer=mixers[kind], feed=feed, output_norms=True, scaled=True) for kind in kinds]),
         stem=stem,
         embed_scale=math.sqrt(sizes.hidden_size),
-        logit_softcap=reader.float("final_logit_softcapping", default=0.0),
+        logit_softcap=_read_softcap(reader),
         norm_names=("input_layernorm", "pre_feedforward_layernorm"),
         output_norm_names=("post_attention_layernorm", _AFTER),
         stream_scale="layer_scalar",
     )
+
+
+def _read_softcap(reader: ConfigReader) -> float:
+    """What bounds logits; 0 where the file has none."""
+    cap = reader.float("final_logit_softcapping", default=0.0)
+    reader.require(cap > 0 or not reader.has("final_logit_softcapping"), "final_logit_softcapping", "a positive number")
+    return cap
 
 
 def read_gemma4(reader: ConfigReader) -> FamilyConfig:

@@ -3,8 +3,12 @@ sparse."""
 
 from routed_experts.models.base.config_reader import ConfigReader
 from routed_experts.models.decoder.family_config import FamilyConfig
-from routed_experts.models.families.common_config import read_sizes
-from routed_experts.models.families.deepseek import latent_decoder, read_biased_router, read_interleaved
+from routed_experts.models.families.deepseek import (
+    latent_decoder,
+    read_biased_router,
+    read_interleaved,
+    read_rotating_sizes,
+)
 
 _LAYER_TYPES = ("sparse", "dense")
 
@@ -12,7 +16,7 @@ _LAYER_TYPES = ("sparse", "dense")
 def read_glm4_moe_lite(reader: ConfigReader) -> FamilyConfig:
     """Read config.json of GLM-4.7-Flash. `mlp_layer_types` and `first_k_dense_replace` must agree where both are
     there."""
-    sizes = read_sizes(reader, eps=1e-5, latent=True)
+    sizes = read_rotating_sizes(reader, eps=1e-5)
     router = read_biased_router(reader, num_groups=1, topk_group=1, scale=1.8)
     first = reader.int("first_k_dense_replace", minimum=0, default=1)
     by_count = tuple(_LAYER_TYPES[index < first] for index in range(sizes.num_layers))

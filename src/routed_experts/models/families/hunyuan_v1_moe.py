@@ -15,12 +15,13 @@ from routed_experts.models.families.common_config import read_experts, read_size
 
 _ATTENTION = AttentionNames(q_norm="query_layernorm.weight", k_norm="key_layernorm.weight")
 _EXPERTS = ExpertNames(router="mlp.gate.wg.weight", shared="mlp.shared_mlp")
-_BY_LAYER = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert")
+_SPELLINGS = {"moe_topk": ("num_experts_per_tok",)}
+_BY_LAYER = ("num_experts", "moe_topk", "num_experts_per_tok", "moe_intermediate_size", "num_shared_expert")
 
 
 def read_hunyuan_v1_moe(reader: ConfigReader) -> FamilyConfig:
     """Read config.json of Hunyuan-A13B."""
-    reader = _same_in_all_layers(reader)
+    reader = dataclasses.replace(_same_in_all_layers(reader), synonyms={**reader.synonyms, **_SPELLINGS})
     sizes = read_sizes(reader, eps=1e-5)
     rotary = read_rotary(reader, sizes.head_dim, stretched=True)
     for key in ("mlp_bias", "use_cla", "group_limited_greedy"):
