@@ -494,7 +494,7 @@ def test_scales_served_in_bfloat16_are_pushed_in_any_dtype_that_it_holds(halves,
 
 
 @pytest.mark.parametrize("halves", [GPT_OSS], indirect=True)
-@pytest.mark.parametrize("scale", [0.75, 2.0**66, 2.0**-62])
+@pytest.mark.parametrize("scale", [0.75, 2.0**66])
 def test_scales_of_mxfp4_that_kernels_do_not_take_are_refused(halves, scale):
     """The format has powers of two alone, and kernels multiply codes by them in bfloat16."""
     written, _, _ = halves

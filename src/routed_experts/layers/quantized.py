@@ -38,8 +38,7 @@ SPANS = (128, 1)  # outputs that may share a scale
 E4M3 = "e4m3"  # a byte each: float8_e4m3fn (OCP 8-bit Floating Point Specification 1.0; no infinity)
 INT4 = "int4"  # 4 bits: whole numbers plus 8, so -8 to 7 (compressed-tensors, pack-quantized)
 E2M1 = "e2m1"  # 4 bits: sign, two bits of exponent, one behind the point (OCP Microscaling Formats 1.0)
-E2M1_SCALES = (2.0**-61, 2.0**65)  # the least and the largest whose products with codes are exact on every device
-E2M1_ZERO_SCALE = 2.0**-127  # of blocks of zeros in files: the least power that a byte holds
+E2M1_MAX_SCALE = 2.0**65  # products of larger ones with codes are infinite in a kernel
 CODE_DTYPES: Mapping[str, jnp.dtype] = MappingProxyType(
     {E4M3: jnp.dtype(jnp.float8_e4m3fn), INT4: jnp.dtype(jnp.int8), E2M1: jnp.dtype(jnp.uint8)}
 )

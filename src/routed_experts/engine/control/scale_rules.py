@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from routed_experts.layers.quantized import E2M1, E2M1_SCALES, E2M1_ZERO_SCALE
+from routed_experts.layers.quantized import E2M1, E2M1_MAX_SCALE
 
 
 class ScaleRule(enum.Enum):
     """A rule, as errors state it. A GPU kernel multiplies codes of e2m1 by scales in bfloat16, which is exact for
-    powers of two alone (OCP Microscaling Formats 1.0 has no others), and for those within E2M1_SCALES."""
+    powers of two alone (OCP Microscaling Formats 1.0 has no others), up to E2M1_MAX_SCALE."""
 
     NOT_NEGATIVE = "finite scales that are not negative"
-    POWERS_OF_TWO = "scales of MXFP4 that are powers of two from 2^-61 to 2^65, 2^-127 or 0"
+    POWERS_OF_TWO = "scales of MXFP4 that are powers of two up to 2^65, or 0"
 
     @staticmethod
     def for_format(format: str) -> "ScaleRule":
@@ -33,8 +33,7 @@ class ScaleRule(enum.Enum):
         if self is ScaleRule.NOT_NEGATIVE:
             return is_finite
         is_subnormal_power = (rest == 0) & (fraction & (fraction - 1) == 0)
-        least, largest, zeros = (_bits_of(scale, scales.dtype) for scale in (*E2M1_SCALES, E2M1_ZERO_SCALE))
-        is_within = ((bits >= least) & (bits <= largest)) | (bits == 0) | (bits == zeros)
+        is_within = bits <= _bits_of(E2M1_MAX_SCALE, scales.dtype)  # and so are not negative
         return is_finite & ((fraction == 0) | is_subnormal_power) & is_within
 
 

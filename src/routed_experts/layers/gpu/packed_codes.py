@@ -9,8 +9,8 @@ in a unit that sums are multiplied by:
             decodes two of; unit 2^6. GPUs without it move them to those of float16, 14 less, times 2^8
 
 Scales of e2m1 are powers of two, so bfloat16 holds a code times its scale exactly too, in units of 2^64
-(`times_scales`): sums of many rows need no product by scales then. Below a scale of 2^-61 such a number may lose bits,
-and from 2^66 on it is infinite, so that scales are within E2M1_SCALES; that of blocks of zeros may be less.
+(`times_scales`): sums of many rows need no product by scales then. Below a scale of 2^-61 such a number may
+lose bits, or be 0; from 2^66 on it would be infinite, so that scales are at most E2M1_MAX_SCALE.
 
 By assembly, because array code of the same works on one code at a time. Dims: C columns, B bytes."""
 

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float, Shaped, UInt8
 
 from routed_experts.core.errors import CheckpointError, WeightsMismatchError
-from routed_experts.layers.quantized import CODE_DTYPES, CODE_VALUES, E2M1, E2M1_SCALES, pack_runs
+from routed_experts.layers.quantized import CODE_DTYPES, CODE_VALUES, E2M1, E2M1_MAX_SCALE, pack_runs
 from routed_experts.models.base.weight_source import StoredEntries
 from routed_experts.models.loading.checkpoint import Checkpoint
 from routed_experts.models.loading.quantized_part import QuantizedPart
@@ -292,14 +292,12 @@ class Mxfp4Scales:
                 f"{checkpoint.path}: {self.tensor.scales} holds 255, which is NaN; expected exponents 0 to 254; copy "
                 "the checkpoint again"
             )
-        least, largest = (round(math.log2(scale)) for scale in E2M1_SCALES)
-        is_wrong = (exponents < 127 + least) | (exponents > 127 + largest)
-        wrong = exponents[is_wrong & (exponents != 0)]  # 0 is E2M1_ZERO_SCALE
-        if wrong.size:
-            text = f"{checkpoint.path}: {self.tensor.scales} holds {wrong[0]}, a scale of 2^{int(wrong[0]) - 127}"
+        most = round(math.log2(E2M1_MAX_SCALE))
+        large = exponents[exponents > 127 + most]
+        if large.size:
+            text = f"{checkpoint.path}: {self.tensor.scales} holds {large[0]}, a scale of 2^{int(large[0]) - 127}"
             raise CheckpointError(
-                f"{text}; expected scales from 2^{least} to 2^{largest}, or 2^-127 of blocks of zeros; serve plain "
-                "weights (quantization='none')"
+                f"{text}; expected scales of at most 2^{most}; serve plain weights (quantization='none')"
             )
         scales = np.repeat(_powers(exponents), count, axis=-1)
         return scales[:, :, box[2].start - first : box[2].stop - first]
