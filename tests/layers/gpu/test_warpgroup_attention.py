@@ -21,7 +21,7 @@ from routed_experts.layers.gpu.warpgroups import Warpgroups, find_warpgroups
 from routed_experts.layers.kv_format import KV_CODES
 from support.gpu_cases import Sequences, attention_inputs, bound, distance
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
+pytestmark = pytest.mark.usefixtures("fast_compilation", "one_program")
 
 INTERPRETED = Warpgroups(num_programs=2, interpret=InterpretGPUParams())
 HOPPER = Warpgroups(num_programs=132)

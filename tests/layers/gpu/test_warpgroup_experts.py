@@ -34,7 +34,7 @@ from routed_experts.layers.parallel_experts import parallel_moe
 from routed_experts.layers.quantized import QuantizedWeight, quantize_blocks
 from support.gpu_cases import distance, random_ids
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
+pytestmark = pytest.mark.usefixtures("fast_compilation", "one_program")
 
 INTERPRETED = Warpgroups(num_programs=3, interpret=InterpretGPUParams())
 
