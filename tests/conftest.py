@@ -23,6 +23,7 @@ from routed_experts import Engine
 from support import engines, fast_compile, lazy_compile
 from support.devices import DevicesPlugin, add_options
 from support.network_namespaces import can_make_namespaces
+from support.one_program import one_program_for_all_threads
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 LONG_FILES = {Path(__file__).with_name(name) for name in ("test_benchmarks.py", "test_docs.py")}
@@ -178,6 +179,13 @@ def is_thorough(request: pytest.FixtureRequest) -> bool:
 def fast_compilation() -> Iterator[None]:
     """Compile without optimisations: for modules whose programs compile longer than they run and prove no bits."""
     with fast_compile.fast_compilation():
+        yield
+
+
+@pytest.fixture(scope="module")
+def one_program() -> Iterator[None]:
+    """Compile what the threads of an interpreted kernel of Mosaic GPU run once, and not in each thread."""
+    with one_program_for_all_threads():
         yield
 
 

@@ -71,6 +71,14 @@ def random_ids(rng, rows, experts, top_k, kind) -> np.ndarray:
     return np.stack([rng.permutation(experts)[:top_k] for _ in range(rows)])
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))  # one program, not one of each operation
+def middle_stack(key, count, inputs, outputs, dtype):
+    """Matrices of three layers, of which the two others are NaN."""
+    layers = jnp.repeat(jnp.array([jnp.nan, 1, jnp.nan], dtype), count)[:, None, None]
+    made = jax.random.normal(key, (count, inputs, outputs), dtype) * inputs**-0.5
+    return layers * jnp.tile(made.astype(dtype), (3, 1, 1))
+
+
 def moe_case(seed, shape, kind, tiles: MoeTiles, dtype, *, activation="silu", biased=False) -> Case:
     """Three layers; the two others are NaN, and so are the rows of padding. Inputs of a clamped activation reach its
     bounds."""
@@ -83,23 +91,19 @@ def moe_case(seed, shape, kind, tiles: MoeTiles, dtype, *, activation="silu", bi
         valid[0] = True
         ids = random_ids(rng, rows, experts, top_k, kind)
         x = jax.random.normal(keys[0], (rows, dim), dtype) * (1 if activation == "silu" else 5)
-        layers = jnp.repeat(jnp.array([jnp.nan, 1, jnp.nan], dtype), experts)[:, None, None]
+        layers = jnp.repeat(jnp.array([jnp.nan, 1, jnp.nan], dtype), experts)[:, None]
         weights = jnp.asarray(rng.random((rows, top_k)), jnp.float32)
         call = ExpertCall(
             x=jnp.where(jnp.asarray(valid)[:, None], x, jnp.nan),
             ids=jnp.asarray(np.where(valid[:, None], ids, 7 * experts), jnp.int32),
             weights=weights / jnp.sum(weights, axis=1, keepdims=True),
             valid=jnp.asarray(valid),
-            gate_up=layers
-            * jnp.tile(jax.random.normal(keys[1], (experts, dim, 2 * width), dtype) * dim**-0.5, (3, 1, 1)).astype(
-                dtype
-            ),
-            down=layers
-            * jnp.tile(jax.random.normal(keys[2], (experts, width, dim), dtype) * width**-0.5, (3, 1, 1)).astype(dtype),
+            gate_up=middle_stack(keys[1], experts, dim, 2 * width, dtype),
+            down=middle_stack(keys[2], experts, width, dim, dtype),
             first_expert=jnp.asarray(experts, jnp.int32),
             num_experts=experts,
-            gate_up_bias=layers[:, 0] * jax.random.normal(keys[3], (3 * experts, 2 * width), dtype) if biased else None,
-            down_bias=layers[:, 0] * jax.random.normal(keys[4], (3 * experts, dim), dtype) if biased else None,
+            gate_up_bias=layers * jax.random.normal(keys[3], (3 * experts, 2 * width), dtype) if biased else None,
+            down_bias=layers * jax.random.normal(keys[4], (3 * experts, dim), dtype) if biased else None,
             activation=activation,
         )
         outputs = jax.jit(lambda call: slot_outputs(call, tiles, interpret=interpret))(call).reshape(rows, top_k, dim)
@@ -125,11 +129,9 @@ def shared_case(seed, shape, shared_width, kind, tiles: MoeTiles, dtype) -> Case
     def run(interpret: bool) -> Outcome:
         rng = np.random.default_rng(seed)
         keys = jax.random.split(jax.random.key(seed), 5)
-        layers = jnp.array([jnp.nan, 1, jnp.nan], dtype)[:, None, None]
 
         def stack(key, count, inputs, outputs):
-            made = jax.random.normal(key, (count, inputs, outputs), dtype) * inputs**-0.5
-            return jnp.repeat(layers, count, axis=0) * jnp.tile(made.astype(dtype), (3, 1, 1))
+            return middle_stack(key, count, inputs, outputs, dtype)
 
         valid = jnp.asarray(rng.random(rows) < (0.7 if kind == "padding" else 2)).at[0].set(True)
         call = ExpertCall(

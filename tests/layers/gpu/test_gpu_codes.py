@@ -52,32 +52,53 @@ def as_codes(numbers) -> jax.Array:
     return lax.bitcast_convert_type(jnp.where(numbers & 127 == 127, jnp.uint8(0), numbers), jnp.float8_e4m3fn)
 
 
+def generator(key) -> np.random.Generator:
+    """Of NumPy, whose numbers of a new shape compile nothing."""
+    return np.random.default_rng(np.asarray(jax.random.key_data(key)))
+
+
+def random_rows(key, shape, dtype) -> jax.Array:
+    return jnp.asarray(generator(key).standard_normal(shape), dtype)
+
+
+def only(real, array) -> np.ndarray:
+    """The matrices in the slice `real`, or all; others are NaN."""
+    if real is None:
+        return array
+    others = np.full_like(array, np.nan)
+    others[real] = array[real]
+    return others
+
+
 def random_weight(key, stack, inputs, outputs, group, *, span=1, real=None) -> QuantizedWeight:
     """Matrices with numbers of about 1 / sqrt(I); those of the stack that are not in the slice `real` are NaN."""
-    codes_key, scales_key = jax.random.split(key)
-    codes = as_codes(jax.random.bits(codes_key, (stack, outputs, inputs), jnp.uint8))
+    rng = generator(key)
+    codes = rng.integers(0, 254, (stack, outputs, inputs), np.uint8)
+    codes += codes >= 127  # 127 and 255 are NaN
     shape = (stack, -(-inputs // group), outputs // span)
-    scales = jax.random.uniform(scales_key, shape, F32, 0.5, 1.5) / (100 * math.sqrt(inputs))
-    if real is not None:
-        exists = jnp.zeros((stack, 1, 1), bool).at[real].set(True)
-        codes, scales = jnp.where(exists, codes, jnp.float8_e4m3fn(jnp.nan)), jnp.where(exists, scales, jnp.nan)
-    return QuantizedWeight(codes=codes, scales=scales, group=group, span=span, outputs_first=True)
+    scales = rng.uniform(0.5, 1.5, shape).astype(np.float32) / np.float32(100 * math.sqrt(inputs))
+    codes, scales = only(real, codes.view(jnp.float8_e4m3fn)), only(real, scales)
+    return QuantizedWeight(
+        codes=jnp.asarray(codes), scales=jnp.asarray(scales), group=group, span=span, outputs_first=True
+    )
 
 
 def random_halves(key, stack, inputs, outputs, group, *, form, run, real=None) -> QuantizedWeight:
     """The same with codes of 4 bits, whose bits are all numbers: only scales of other matrices are NaN. Scales are
     bfloat16, as in checkpoints, and of e2m1 powers of two."""
-    codes_key, scales_key = jax.random.split(key)
-    codes = jax.random.bits(codes_key, (stack, outputs, inputs // 2), jnp.uint8)
-    codes = lax.bitcast_convert_type(codes, jnp.int8) if form == "int4" else codes
-    shape = (stack, -(-inputs // group), outputs)
-    scales = jax.random.uniform(scales_key, shape, F32, 0.5, 1.5) / (4 * math.sqrt(inputs))
+    rng = generator(key)
+    codes = rng.integers(0, 256, (stack, outputs, inputs // 2), np.uint8)
+    scales = rng.uniform(0.5, 1.5, (stack, -(-inputs // group), outputs)) / (4 * math.sqrt(inputs))
     if form == "e2m1":
-        scales = jnp.exp2(jnp.floor(jnp.log2(scales)))
-    if real is not None:
-        scales = jnp.where(jnp.zeros((stack, 1, 1), bool).at[real].set(True), scales, jnp.nan)
-    scales = scales.astype(HALF)
-    return QuantizedWeight(codes=codes, scales=scales, group=group, format=form, outputs_first=True, run=run)
+        scales = np.exp2(np.floor(np.log2(scales)))
+    return QuantizedWeight(
+        codes=jnp.asarray(codes.view(np.int8) if form == "int4" else codes),
+        scales=jnp.asarray(only(real, scales), HALF),
+        group=group,
+        format=form,
+        outputs_first=True,
+        run=run,
+    )
 
 
 VALUES = {
@@ -89,8 +110,8 @@ VALUES = {
 def values_of(weight: QuantizedWeight, index: int) -> np.ndarray:
     """What the codes of a matrix [O, I] are, in float64; of codes of 4 bits, byte by byte."""
     if weight.format == "e4m3":
-        return np.asarray(weight.codes[index].astype(F32), np.float64)
-    stored, run = np.asarray(weight.codes[index]).view(np.uint8), weight.run
+        return np.asarray(weight.codes)[index].astype(np.float64)
+    stored, run = np.asarray(weight.codes)[index].view(np.uint8), weight.run
     values = np.empty((len(stored), 2 * stored.shape[1]))
     for byte, column in enumerate(stored.T):
         first = byte // run * 2 * run + byte % run
@@ -102,12 +123,12 @@ def values_of(weight: QuantizedWeight, index: int) -> np.ndarray:
 def numbers(weight: QuantizedWeight, index: int) -> np.ndarray:
     """A matrix [I, O] in float64."""
     codes = values_of(weight, index).T
-    scales = np.repeat(np.asarray(weight.scales[index], np.float64), weight.group, axis=0)
+    scales = np.repeat(np.asarray(weight.scales)[index].astype(np.float64), weight.group, axis=0)
     return codes * np.repeat(scales, weight.span, axis=1)[: len(codes)]
 
 
 def wide(x) -> np.ndarray:
-    return np.asarray(x.astype(F32), np.float64)
+    return np.asarray(x).astype(np.float64)
 
 
 def relative_errors(actual, x, matrix) -> float:
@@ -152,22 +173,43 @@ SPANS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [HALF, F32], ids=["bfloat16", "float32"])
-@pytest.mark.parametrize("name", LINEAR | SPANS)
+IN_FLOAT32 = {  # in every run; rows of float32 are never scaled, so that what differs is the loop of steps
+    "group 128, the last one short",
+    "steps shorter than a group",
+    "steps of eight groups",
+    "parts",
+    "one row, one step",
+    "one of two rows, a loop of steps, the last group short",
+    "spans, parts, scaled inside",
+    "the table, parts",
+}
+
+
+def thorough_unless(in_every_run):
+    return () if in_every_run else pytest.mark.thorough
+
+
+def product_cases():
+    for name in LINEAR | SPANS:
+        yield pytest.param(name, HALF, id=f"{name}-bfloat16")
+        yield pytest.param(name, F32, id=f"{name}-float32", marks=thorough_unless(name in IN_FLOAT32))
+
+
+@pytest.mark.parametrize(("name", "dtype"), list(product_cases()))
 def test_products_with_codes_equal_float64(name, dtype):
     rows, inputs, outputs, group, tile = (LINEAR | SPANS)[name]
     keys = jax.random.split(jax.random.key(rows), 2)
-    x = jax.random.normal(keys[0], (rows, inputs), dtype)
+    x = random_rows(keys[0], (rows, inputs), dtype)
     span = 128 if name in SPANS else 1
     weight = random_weight(keys[1], 3, inputs, outputs, group, span=span, real=slice(1, 2))
     parts = jax.jit(lambda x, w: partial_sums(x, w, jnp.int32(1), tile=tile, interpret=True))(x, weight)
     expected_tile = tile or choose_codes_tile(rows, inputs, outputs, group)
     assert parts.shape == (expected_tile.splits, rows, outputs)
-    total = jnp.sum(parts, axis=0)
+    total = np.sum(np.asarray(parts), axis=0)
     assert relative_errors(total, x, numbers(weight, 1)) < SUMS
-    plain = reference_linear(x, weight, 1, F32)
+    plain = jax.jit(lambda x, w: reference_linear(x, w, 1, F32))(x, weight)
     reach = np.abs(wide(x)) @ np.abs(numbers(weight, 1))
-    assert np.max(np.abs(np.asarray(total - plain)) / reach) < 2 * SUMS
+    assert np.max(np.abs(total - np.asarray(plain)) / reach) < 2 * SUMS
 
 
 # rows, inputs, outputs, group, run, tile (None: that of the table)
@@ -192,11 +234,12 @@ HALVES = {
 
 
 def half_cases():
-    """Those whose indices have an even sum, so that each pair of two values occurs, in every run."""
+    """In every run each case once, in turn of one format and dtype; of plain rows and of the table in both formats."""
     dtypes = {"bfloat16": HALF, "float32": F32}
     for indices in itertools.product(range(len(HALVES)), range(2), range(2)):
         name, form, dtype = ((*HALVES,)[indices[0]], ("int4", "e2m1")[indices[1]], (*dtypes,)[indices[2]])
-        marks = [] if sum(indices) % 2 == 0 else [pytest.mark.thorough]
+        is_in_turn = indices[0] // 2 % 2 == indices[1] or name.startswith("the table") or name.endswith("plain rows")
+        marks = thorough_unless(sum(indices) % 2 == 0 and is_in_turn)
         yield pytest.param(HALVES[name], form, dtypes[dtype], id=f"{name}-{form}-{dtype}", marks=marks)
 
 
@@ -204,14 +247,14 @@ def half_cases():
 def test_products_with_codes_of_4_bits_equal_float64(case, form, dtype):
     rows, inputs, outputs, group, run, tile = case
     keys = jax.random.split(jax.random.key(rows), 2)
-    x = jax.random.normal(keys[0], (rows, inputs), dtype)
+    x = random_rows(keys[0], (rows, inputs), dtype)
     weight = random_halves(keys[1], 3, inputs, outputs, group, form=form, run=run, real=slice(1, 2))
     parts = jax.jit(lambda x, w: partial_sums(x, w, jnp.int32(1), tile=tile, interpret=True))(x, weight)
-    total = jnp.sum(parts, axis=0)
+    total = np.sum(np.asarray(parts), axis=0)
     assert relative_errors(total, x, numbers(weight, 1)) < SUMS
-    plain = reference_linear(x, weight, 1, F32)
+    plain = jax.jit(lambda x, w: reference_linear(x, w, 1, F32))(x, weight)
     reach = np.abs(wide(x)) @ np.abs(numbers(weight, 1))
-    assert np.max(np.abs(np.asarray(total - plain)) / reach) < 2 * SUMS
+    assert np.max(np.abs(total - np.asarray(plain)) / reach) < 2 * SUMS
 
 
 def num_scalings(rows, weight, scaled) -> int:
@@ -242,12 +285,18 @@ def test_rows_of_bfloat16_are_multiplied_by_codes_of_e2m1_times_scales():
     assert num_scalings(x, weight, RowScaling.KERNEL) > 4, "rows that are scaled have an inverse"
 
 
-@pytest.mark.parametrize("form", ["int4", "e2m1"])
-@pytest.mark.parametrize("name", ["the table, one row", "the table, parts", "the table, many rows"])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        pytest.param(name, form, marks=thorough_unless((row + column) % 2))
+        for row, name in enumerate(["the table, one row", "the table, parts", "the table, many rows"])
+        for column, form in enumerate(["int4", "e2m1"])
+    ],
+)
 def test_scales_of_bfloat16_have_the_bits_of_the_same_in_float32(name, form):
     rows, inputs, outputs, group, run, tile = HALVES[name]
     keys = jax.random.split(jax.random.key(rows), 2)
-    x = jax.random.normal(keys[0], (rows, inputs), HALF)
+    x = random_rows(keys[0], (rows, inputs), HALF)
     weight = random_halves(keys[1], 2, inputs, outputs, group, form=form, run=run)
     assert weight.scales.dtype == HALF
     wide = dataclasses.replace(weight, scales=weight.scales.astype(F32))
@@ -270,14 +319,14 @@ def test_a_part_of_a_sum_begins_where_a_group_does():
 def test_projections_of_few_and_of_many_rows_have_no_other_path():
     """A stack of one matrix and rows above the limit of plain matrices."""
     keys = jax.random.split(jax.random.key(2), 2)
-    x, weight = jax.random.normal(keys[0], (520, 64), HALF), random_weight(keys[1], 1, 64, 48, 64)
+    x, weight = random_rows(keys[0], (520, 64), HALF), random_weight(keys[1], 1, 64, 48, 64)
     result = jax.jit(lambda x, w: linear_in_place(x, w, 0, F32, interpret=True))(x, weight)
     assert relative_errors(result, x, numbers(weight, 0)) < SUMS
 
 
 def test_rows_of_float16_are_multiplied_as_they_are():
     keys = jax.random.split(jax.random.key(2), 2)
-    x, weight = jax.random.normal(keys[0], (3, 160), jnp.float16), random_weight(keys[1], 1, 160, 24, 64)
+    x, weight = random_rows(keys[0], (3, 160), jnp.float16), random_weight(keys[1], 1, 160, 24, 64)
     parts = jax.jit(lambda x, w: partial_sums(x, w, 0, tile=SCALED, interpret=True))(x, weight)
     assert relative_errors(parts[0], x, numbers(weight, 0)) < SUMS
 
@@ -325,7 +374,7 @@ def test_rows_that_are_not_finite_have_no_finite_sums_and_others_are_as_they_wer
     weight = random_weight(jax.random.key(5), 1, 96, 40, 32)
     weight = dataclasses.replace(weight, codes=jnp.where(weight.codes == 0, jnp.float8_e4m3fn(1), weight.codes))
     largest = float(jnp.finfo(HALF).max)
-    rows = np.asarray(wide(jax.random.normal(jax.random.key(6), (6, 96), HALF)))
+    rows = np.asarray(wide(random_rows(jax.random.key(6), (6, 96), HALF)))
     rows[1, 40], rows[2, 90], rows[3, 3], rows[4], rows[5] = np.nan, np.inf, -np.inf, 0, 0
     rows[4, 70] = largest
     run = jax.jit(lambda x, w: partial_sums(x, w, 0, tile=tile, interpret=True)[0])
@@ -339,7 +388,7 @@ def test_sums_scaled_inside_keep_small_numbers_of_other_steps():
     """A huge number in one step; whole rows lose what is below 2^-39 of it, steps of their own do not."""
     weight = random_weight(jax.random.key(3), 1, 96, 40, 32)
     weight = dataclasses.replace(weight, scales=weight.scales.at[:, 0].set(0.0))
-    x = np.asarray(wide(jax.random.normal(jax.random.key(7), (4, 96), HALF)))
+    x = np.asarray(wide(random_rows(jax.random.key(7), (4, 96), HALF)))
     x[:, 3] = 2.0**60
     x, run = jnp.asarray(x, HALF), lambda tile: partial_sums(x, weight, 0, tile=tile, interpret=True)[0]
     inside, before = run(INSIDE), run(SCALED)
@@ -400,17 +449,17 @@ class Experts:
         rows, top_k, experts, dim, width = self.sizes
         rng, keys = np.random.default_rng(rows), jax.random.split(jax.random.key(rows), 6)
         own = slice(experts, 2 * experts)
-        layers = jnp.repeat(jnp.array([jnp.nan, 1, jnp.nan], self.dtype), experts)[:, None]
-        valid = jnp.asarray(rng.random(rows) < (0.7 if self.kind == "padding" else 2)).at[0].set(True)
+        valid = rng.random(rows) < (0.7 if self.kind == "padding" else 2)
+        valid[0] = True
         biases = [
-            layers * jax.random.normal(key, (3 * experts, size), self.dtype)
+            jnp.asarray(only(own, generator(key).standard_normal((3 * experts, size))), self.dtype)
             for key, size in zip(keys[:2], (2 * width, dim), strict=True)
         ]
         return ExpertCall(
-            x=jax.random.normal(keys[2], (rows, dim), self.dtype),
+            x=random_rows(keys[2], (rows, dim), self.dtype),
             ids=jnp.asarray(random_ids(rng, rows, experts, top_k, self.kind), jnp.int32),
             weights=jnp.asarray(rng.random((rows, top_k)) + 0.1, F32),
-            valid=valid,
+            valid=jnp.asarray(valid),
             gate_up=self.matrices(keys[3], 3 * experts, dim, 2 * width, self.groups[0], real=own),
             down=self.matrices(keys[4], 3 * experts, width, dim, self.groups[1], real=own),
             first_expert=jnp.int32(1),
@@ -429,7 +478,8 @@ class Experts:
         down = self.matrices(keys[1], 3, self.shared_width, dim, self.groups[1], real=own)
         if self.shared_codes:
             return SharedExperts(gate_up=gate_up, down=down)
-        return SharedExperts(gate_up=gate_up.dequantize().astype(self.dtype), down=down.dequantize().astype(self.dtype))
+        plain = jax.jit(lambda weight: weight.dequantize().astype(self.dtype))
+        return SharedExperts(gate_up=plain(gate_up), down=plain(down))
 
 
 def at_first(call: ExpertCall) -> ExpertCall:
@@ -457,13 +507,14 @@ def network(x, gate_up, down, activation, biases=(0.0, 0.0)):
 def in_float64(call: ExpertCall) -> np.ndarray:
     """Each token's experts, one by one."""
     x, out = wide(call.x), np.zeros(call.x.shape)
+    matrices = functools.cache(lambda index: (numbers(call.gate_up, index), numbers(call.down, index)))
     for row, top_k in enumerate(np.asarray(call.ids)):
         for k, expert in enumerate(top_k):
             index = int(call.first_expert) * call.num_experts + int(expert)
             biases = (0.0, 0.0)
             if call.gate_up_bias is not None and call.down_bias is not None:
-                biases = (wide(call.gate_up_bias[index]), wide(call.down_bias[index]))
-            value = network(x[row], numbers(call.gate_up, index), numbers(call.down, index), call.activation, biases)
+                biases = (wide(call.gate_up_bias)[index], wide(call.down_bias)[index])
+            value = network(x[row], *matrices(index), call.activation, biases)
             out[row] += float(call.weights[row, k]) * value
     return np.where(np.asarray(call.valid)[:, None], out, 0)
 
@@ -550,21 +601,22 @@ def test_experts_of_codes_equal_float64_and_plain_code(name):
     tiles = tiles or tiles_for(call, shared)
 
     def kernel(call, shared):
-        return slot_outputs(call, tiles, shared, stride=call.num_experts, interpret=True)
+        outputs = slot_outputs(call, tiles, shared, stride=call.num_experts, interpret=True)
+        routed = combine(outputs[: rows * top_k].reshape(rows, top_k, dim), call.weights, call.valid)
+        return routed, outputs[rows * top_k :]
 
     shared_arrays = None if shared is None else (shared.gate_up, shared.down)
     run = jax.jit(lambda call, own: kernel(call, own and SharedExperts(gate_up=own[0], down=own[1])))
-    outputs = run(call, shared_arrays)
-    routed = combine(outputs[: rows * top_k].reshape(rows, top_k, dim), call.weights, call.valid)
+    routed, of_shared = run(call, shared_arrays)
     bound = BOUNDS[case.dtype]
     assert distance(wide(routed), in_float64(call)) < bound
-    assert distance(wide(routed), wide(jax.jit(tiled_experts)(at_first(call)))) < 2 * bound
+    assert distance(wide(routed), wide(jax.jit(lambda call: tiled_experts(at_first(call)))(call))) < 2 * bound
     if shared is not None:
         matrices = [
             numbers(part, 1) if isinstance(part, QuantizedWeight) else wide(part[1])
             for part in (shared.gate_up, shared.down)
         ]
-        assert distance(wide(outputs[rows * top_k :]), network(wide(call.x), *matrices, "silu")) < bound
+        assert distance(wide(of_shared), network(wide(call.x), *matrices, "silu")) < bound
 
 
 def test_every_activation_has_its_formula_here():
@@ -615,8 +667,8 @@ def test_a_layer_in_few_kernels_equals_plain_code():
     assert shared is not None
     first, last = (random_weight(key, 3, dim, dim, 32, real=slice(1, 2)) for key in keys[:2])
     stream, router = (
-        jax.random.normal(keys[2], (rows, dim), dtype),
-        jax.random.normal(keys[3], (3, dim, experts), dtype),
+        random_rows(keys[2], (rows, dim), dtype),
+        random_rows(keys[3], (3, dim, experts), dtype),
     )
     scales, layer = jnp.ones((3, dim), dtype), jnp.int32(1)
     spec, norm = (
@@ -675,7 +727,7 @@ def in_full_precision(function, *args):
 )
 def test_compiled_products_with_codes(rows, inputs, outputs, group, span, scaled):
     keys = jax.random.split(jax.random.key(rows), 2)
-    x = jax.random.normal(keys[0], (rows, inputs), HALF)
+    x = random_rows(keys[0], (rows, inputs), HALF)
     weight = random_weight(keys[1], 3, inputs, outputs, group, span=span)
     tile = dataclasses.replace(choose_codes_tile(rows, inputs, outputs, group), scaled=scaled)
     actual = jax.jit(lambda x, w: linear_in_place(x, w, jnp.int32(1), F32, tile=tile))(x, weight)
@@ -771,7 +823,7 @@ def test_compiled_experts_in_every_tile(tiles, form):
 )
 def test_compiled_products_with_codes_of_4_bits(rows, inputs, outputs, group, run, scaled, form):
     keys = jax.random.split(jax.random.key(rows), 2)
-    x = jax.random.normal(keys[0], (rows, inputs), HALF)
+    x = random_rows(keys[0], (rows, inputs), HALF)
     weight = random_halves(keys[1], 3, inputs, outputs, group, form=form, run=run, real=slice(1, 2))
     tile = dataclasses.replace(choose_codes_tile(rows, inputs, outputs, part_unit(weight), packed=True), scaled=scaled)
     actual = jax.jit(lambda x, w: linear_in_place(x, w, jnp.int32(1), F32, tile=tile))(x, weight)
@@ -793,10 +845,11 @@ def test_compiled_products_reach_both_ends_of_a_long_stack(matrices):
     codes = jax.jit(lambda keys: lax.map(codes_of, keys))(jax.random.split(jax.random.key(0), matrices))
     scales = jnp.full((matrices, 16, 1536), 1e-3, F32)
     weight = QuantizedWeight(codes=codes, scales=scales, group=128, outputs_first=True)
-    x = jax.random.normal(jax.random.key(1), (16, 2048), HALF)
+    x = random_rows(jax.random.key(1), (16, 2048), HALF)
     run = jax.jit(lambda x, w, layer: linear_in_place(x, w, layer, F32))
     for index in (0, matrices // 2, matrices - 1):
-        assert relative_errors(run(x, weight, jnp.int32(index)), x, numbers(weight, index)) < 2 * SUMS
+        own = dataclasses.replace(weight, codes=weight.codes[index][None], scales=weight.scales[index][None])
+        assert relative_errors(run(x, weight, jnp.int32(index)), x, numbers(own, 0)) < 2 * SUMS
 
 
 @pytest.mark.gpu
@@ -812,7 +865,7 @@ def test_compiled_rows_of_any_size_keep_their_sums(tile):
 def test_compiled_products_of_few_rows(rows, inputs, group, splits, form):
     """In one step, in an unrolled loop and in a loop."""
     keys = jax.random.split(jax.random.key(rows), 2)
-    x = jax.random.normal(keys[0], (rows, inputs), HALF)
+    x = random_rows(keys[0], (rows, inputs), HALF)
     if form.startswith("e4m3"):
         outputs, span = (1024, 128) if form.endswith("spans") else (1000, 1)
         weight = random_weight(keys[1], 2, inputs, outputs, group, span=span)

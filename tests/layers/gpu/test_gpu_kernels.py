@@ -24,7 +24,81 @@ SHARED_MEMORY = 232_448  # bytes of a block on an H100
 ON_GPU = [*(case for case in CASES.values() if case.kernel == "router"), *large_cases(), *large_mixer_cases()]
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+REPEATS = {  # cases whose features, formats and dtypes others have, in another combination: in scripts/thorough
+    *(
+        f"moe: N,K,E,D,F={case}, float32"
+        for case in (
+            "(13, 3, 11, 20, 9) padding, lists, tile 16, silu",
+            "(5, 3, 8, 20, 9) padding, slots, tile 16, silu",
+            "(6, 3, 8, 20, 9) padding, lists, tile 16, silu, biased",
+            "(6, 3, 8, 20, 9) padding, lists, tile 16, tanh gelu, biased",
+        )
+    ),
+    "moe: N,K,E,D,F=(6, 3, 8, 20, 9) padding, slots, tile 16, silu, biased, bfloat16",
+    "moe: N,K,E,D,F=(6, 3, 8, 20, 9) padding, slots, tile 16, clamped swiglu, biased, bfloat16",
+    "moe: N,K,E,D,F=(6, 3, 8, 20, 9) padding, lists, float32, shared experts of 22",
+    *(
+        f"router: N=5 E=24 K=3 {law}, renormalised, captured"  # of all laws half of the rows are replayed
+        for law in (
+            "softmax",
+            "sigmoid",
+            "logits",
+            "sparsemixer",
+            "softmax, biased",
+            "softmax, best of 3 groups, scaled",
+        )
+    ),
+    "router: N=7 E=32 K=4 softmax, renormalised, ties",
+    "router: N=9 E=60 K=4 softmax, ties, captured",
+    "router: N=13 E=128 K=8 softmax, renormalised, captured",
+    "router: N=1 E=8 K=2 softmax, replayed",
+    *(
+        f"attention: extend, 5+2 requests, 6/2 heads of 12, page 4, {form}"
+        for form in ("float32", "float32, codes", "bfloat16, codes", "bfloat16, scaled codes")
+    ),
+    "attention: extend, 5+2 requests, 8/2 heads of 16, window 21, chunk 0, scale 0.0, sinks, page 4, bfloat16, "
+    "scaled codes",
+    *(
+        f"attention: decode, splits {splits}, 4+1 requests, 8/2 heads of 16, page 4, {form}"
+        for splits, form in (
+            (1, "float32"),
+            (1, "float32, scaled codes"),
+            (4, "bfloat16, codes"),
+            (4, "bfloat16, scaled codes"),
+        )
+    ),
+    "attention: verify of 5, splits 1, 5+2 requests, 8/2 heads of 16, page 4, float32",
+    "attention: verify of 5, splits 4, 5+2 requests, 8/2 heads of 16, page 4, bfloat16, scaled codes",
+    "attention: verify of 5, splits 2, 5+2 requests, 6/2 heads of 12, window 3, chunk 0, scale 0.0, page 4, float32",
+    "prepare: extend, 5 requests, 8/2 heads, float32, 0 parts",
+    "prepare: decode, 4 requests, 8/2 heads, float32, 0 parts",
+    "prepare: extend, 3 requests, 4/4 heads, float32, 0 parts",
+    "prepare: extend, 3 requests, 8/2 heads, bfloat16, qk_norm bare, biased, 2 parts",
+    "prepare: extend, 3 requests, 8/2 heads, bfloat16, norm_after_rope True, biased, 2 parts",
+    "prepare: extend, 3 requests, 8/2 heads, bfloat16, 0 parts, codes",
+    "prepare: extend, 5 requests, 6/2 heads, float32, 0 parts, codes",
+    "prepare: extend, 5 requests, 6/2 heads, bfloat16, 0 parts, scaled codes",
+    "prepare: decode, 4 requests, 8/2 heads, bfloat16, qk_norm , rotary False, 2 parts, scaled codes",
+    "write: keys and values, bfloat16",
+    "write: keys and values, float32, codes",
+    "write: latent rows, float32",
+    "residual: N=5 D=24 S=3 K=4 float32",
+    "latent: decode, 4+1 requests, 4 heads, rank 12 + 4, halves, page 4, bfloat16",
+    "delta: 3 requests, 2/4 heads of 5, 40, chunk 32, float32",
+    "delta: 3 requests, 1/2 heads of 72, 6, chunk 16, float32",
+    "delta: 5 requests, 2/4 heads of 8, 6, chunk 32, a decay of each channel up to 0.3, float32",
+    "delta: 2 requests, 2/4 heads of 5, 40, chunk 64, like keys, a decay of each channel up to 0.3, bfloat16",
+}
+assert set(CASES) >= REPEATS, REPEATS - set(CASES)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=pytest.mark.thorough if name in REPEATS else ())
+        for name, case in CASES.items()
+    ],
+)
 def test_kernel_equals_plain_code(case):
     outcome = case.run(True)
     assert outcome.is_good, outcome

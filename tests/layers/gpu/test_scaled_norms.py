@@ -99,9 +99,15 @@ def check_scaled_rows(add, num_rows, dim, offset, *, interpret):
     assert_same((stream, normed.plain), (plain_stream, plain))
 
 
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-@pytest.mark.parametrize(("num_rows", "dim"), [(8, 64), (17, 160), (64, 96), (9, 2080)])
-@pytest.mark.parametrize("add", [by_parts, by_slots])
+@pytest.mark.parametrize(
+    ("add", "num_rows", "dim", "offset"),
+    [
+        pytest.param(add, *size, offset, marks=pytest.mark.thorough if (row + column + kernel) % 2 else ())
+        for kernel, add in enumerate((by_parts, by_slots))
+        for row, size in enumerate([(8, 64), (17, 160), (64, 96), (9, 2080)])
+        for column, offset in enumerate([0.0, 1.0])
+    ],
+)
 def test_scaled_rows_are_those_of_the_stored_norm_by_the_bit(add, num_rows, dim, offset):
     check_scaled_rows(add, num_rows, dim, offset, interpret=True)
 
@@ -167,7 +173,7 @@ def test_a_projection_of_scaled_rows_scales_none(num_rows):
     assert_same(jax.jit(product)(rows, weight, layer_id), expected)
 
 
-@pytest.mark.parametrize("shared_width", [0, 24])
+@pytest.mark.parametrize("shared_width", [pytest.param(0, marks=pytest.mark.thorough), 24])
 def test_experts_of_many_rows_take_scaled_rows(shared_width):
     """They read no others."""
     case = Experts(sizes=(40, 4, 16, 64, 40), groups=(32, 16), dtype=HALF, shared_width=shared_width)
@@ -307,7 +313,9 @@ def decode_program(name, kernels, num_rows):
     ("name", "scalings", "without"),
     [
         ("one kind", 3 + 1, 3 + 3),  # attention's output, and the first norm; without, each first projection
-        ("in pieces first", 4 + 2, 4 + 2 + 2),  # and the first projections in pieces
+        pytest.param(
+            "in pieces first", 4 + 2, 4 + 2 + 2, marks=pytest.mark.thorough
+        ),  # and the first projections in pieces
         ("in pieces last", 4 + 2 + 1, 4 + 2 + 2),
         ("many rows", 2 * 3 + 1, 4 * 3),  # and what the second product of experts reads; without, the first one, too
     ],
@@ -322,7 +330,16 @@ def test_a_step_of_few_rows_scales_no_norm_by_a_launch(name, scalings, without):
     assert launches(step, *args) == names | {"scale_rows": without}
 
 
-@pytest.mark.parametrize(("name", "num_rows"), [("one kind", 8), *((name, 32) for name in LAYERS)])
+@pytest.mark.parametrize(
+    ("name", "num_rows"),
+    [
+        ("one kind", 8),
+        *(
+            pytest.param(name, 32, marks=pytest.mark.thorough if name in ("one kind", "in pieces last") else ())
+            for name in LAYERS
+        ),
+    ],
+)
 def test_a_step_with_scaled_norms_equals_one_without(name, num_rows):
     kernels = gpu_kernels(interpret=True)
     outs = []
