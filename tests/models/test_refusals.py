@@ -77,8 +77,9 @@ def faults(name, values):
         key for key in ("global_head_dim", "qk_rope_head_dim", "head_dim") if key in values or key == "head_dim"
     )
     yield {widest: 2**31}, [f"{widest}=2147483648", "at most 16384"]
-    both = {"num_key_value_heads": 2 * heads} if "kv_lora_rank" in values else {}
-    width = {"head_dim": values.get("head_dim") or values["hidden_size"] // heads}
+    is_latent = "kv_lora_rank" in values
+    both = {"num_key_value_heads": 2 * heads} if is_latent else {}
+    width = {} if is_latent else {"head_dim": values.get("head_dim") or values["hidden_size"] // heads}
     yield {"num_attention_heads": 2 * heads} | width | both, ["misshapen"]
     yield {"num_key_value_heads": 3}, ["num_key_value_heads=3"]
     yield {"hidden_size": values["hidden_size"] + 8} | width, ["misshapen"]
