@@ -246,7 +246,7 @@ def linear_case(seed, rows, dim, outputs, tile: LinearTile | None, dtype, *, mat
             bound=bound(dtype) / 10 if weights.dtype == jnp.bfloat16 else bound(weights.dtype),
         )
 
-    name = f"N={rows} D={dim} O={outputs}{f', {jnp.dtype(matrix_dtype)} matrix' if matrix_dtype else ''}"
+    name = f"N={rows} D={dim} O={outputs}{f', {jnp.dtype(dtype)} by {jnp.dtype(matrix_dtype)}' if matrix_dtype else ''}"
     return Case(kernel="linear", name=name, run=run)
 
 

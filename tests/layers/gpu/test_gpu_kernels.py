@@ -19,7 +19,9 @@ from support.routing_blocks import empty_block
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
-CASES = {f"{case.kernel}: {case.name}": case for case in (*small_cases(), *small_mixer_cases())}
+SMALL = [*small_cases(), *small_mixer_cases()]
+CASES = {f"{case.kernel}: {case.name}": case for case in SMALL}
+assert len(CASES) == len(SMALL), "two cases have one name"
 SHARED_MEMORY = 232_448  # bytes of a block on an H100
 ON_GPU = [*(case for case in CASES.values() if case.kernel == "router"), *large_cases(), *large_mixer_cases()]
 
