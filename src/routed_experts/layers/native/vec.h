@@ -159,7 +159,7 @@ template <int Vectors>
 }
 
 // Without a conversion: the bits of a code in a float are 2^-120 of it. The numbers of the least exponents are subnormal floats then
-// (KeepSubnormal), and rows are lifted, so that sums are 2^-60 of themselves. Exact, while numbers of a row are below 2^67 and sums above 2^-66.
+// (KeepSubnormal), and rows are lifted, so that sums are 2^-60 of themselves. Exact, while numbers of a row are below 2^67 and sums are 0 or above 2^-66.
 #if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
 constexpr bool kLiftsRows = true;
 template <int Vectors>

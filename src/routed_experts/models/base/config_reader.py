@@ -182,6 +182,10 @@ class ConfigReader:
         where its own default is a number."""
         return self if key in self.values else dataclasses.replace(self, values={**self.values, key: value})
 
+    def with_synonyms(self, synonyms: Mapping[builtins.str, tuple[builtins.str, ...]]) -> "ConfigReader":
+        """The same, with other spellings of a family's keys besides."""
+        return dataclasses.replace(self, synonyms={**self.synonyms, **synonyms})
+
     def with_null(self, value: object, *keys: str) -> "ConfigReader":
         """The same object, with `value` where one of the keys is null."""
         nulls = {key: value for key in keys if key in self.values and self.values[key] is None}

@@ -50,8 +50,8 @@ def read_rotary(
     kind = next(iter(spellings), "default")
     base = _either(reader, section, "rope_theta", theta)
     _holder(reader, section, "rope_theta").require(base > 0, "rope_theta", "a positive number")
-    null = part is not None and reader.values.get("partial_rotary_factor", part) is None  # of the whole head then
-    share = _either(reader, section, "partial_rotary_factor", 1.0 if part is None or null else part)
+    is_null = part is not None and reader.values.get("partial_rotary_factor", part) is None  # of the whole head then
+    share = _either(reader, section, "partial_rotary_factor", 1.0 if part is None or is_null else part)
     size, holder = int(head_dim * share), _holder(reader, section, "partial_rotary_factor")
     even = size % 2 == 0 or kind == "proportional"
     holds, expected = 2 <= size <= head_dim and even, f"an even part of head_dim={head_dim}"

@@ -28,7 +28,7 @@ _SPELLINGS = {
 def read_bailing_hybrid(reader: ConfigReader) -> FamilyConfig:
     """Read config.json of Ling 3.0. The width of rotary positions is qk_rope_head_dim, whatever part of a head a file
     names beside it."""
-    reader = dataclasses.replace(reader, synonyms={**reader.synonyms, **_SPELLINGS})
+    reader = reader.with_synonyms(_SPELLINGS)
     positions = reader.section("rope_scaling").values or reader.section("rope_parameters").values
     if reader.has("partial_rotary_factor"):
         reader = dataclasses.replace(reader, values={**reader.values, "partial_rotary_factor": None})

@@ -19,7 +19,7 @@ _SPELLINGS = {"moe_num_experts": ("num_experts",), "moe_k": ("num_experts_per_to
 
 def read_ernie4_5_moe(reader: ConfigReader) -> FamilyConfig:
     """Read config.json of ERNIE-4.5-21B-A3B or 300B-A47B."""
-    reader = dataclasses.replace(reader, synonyms={**reader.synonyms, **_SPELLINGS})
+    reader = reader.with_synonyms(_SPELLINGS)
     sizes = read_sizes(reader, eps=1e-5, tied=True)
     rotary = read_rotary(reader, sizes.head_dim, theta=500_000.0, interleaved=True)
     refuse(reader, "use_bias")

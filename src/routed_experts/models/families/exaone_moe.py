@@ -23,7 +23,7 @@ _SPELLINGS = {
 
 def read_exaone_moe(reader: ConfigReader) -> FamilyConfig:
     """Read config.json of K-EXAONE-236B-A23B."""
-    reader = dataclasses.replace(reader, synonyms={**reader.synonyms, **_SPELLINGS})
+    reader = reader.with_synonyms(_SPELLINGS)
     sizes = read_sizes(reader, eps=1e-5)
     rotary = read_rotary(reader, sizes.head_dim)
     router = read_biased_router(reader, num_groups=1, topk_group=1, scale=2.5, key="num_experts")

@@ -21,7 +21,7 @@ _BY_LAYER = ("num_experts", "moe_topk", "num_experts_per_tok", "moe_intermediate
 
 def read_hunyuan_v1_moe(reader: ConfigReader) -> FamilyConfig:
     """Read config.json of Hunyuan-A13B."""
-    reader = dataclasses.replace(_same_in_all_layers(reader), synonyms={**reader.synonyms, **_SPELLINGS})
+    reader = _same_in_all_layers(reader).with_synonyms(_SPELLINGS)
     sizes = read_sizes(reader, eps=1e-5)
     rotary = read_rotary(reader, sizes.head_dim, stretched=True)
     for key in ("mlp_bias", "use_cla", "group_limited_greedy"):
