@@ -1,9 +1,9 @@
 """The kernels of a decode step that read matrices, with weights that are codes and with bfloat16, on a GPU.
 
     python benchmarks/quantized_layers.py [--batches 1 16 64 256] [--layers 24] [--rounds 7] [--profile 1 16]
-    python benchmarks/quantized_layers.py --variants bfloat16 codes "scaled inside" "few rows" --batches 1 2 4
+    python benchmarks/quantized_layers.py --variants bfloat16 codes "few rows" --batches 1 2 4
     python benchmarks/quantized_layers.py --form e2m1 --group 32          # MXFP4; or --form int4
-    python benchmarks/quantized_layers.py --tune --batches 16 [--products gate_up] [--scaled inside]   # other blocks
+    python benchmarks/quantized_layers.py --tune --batches 16 [--products gate_up]   # other blocks
     python benchmarks/quantized_layers.py --small [--tune]        # a CPU, small layers, interpreted: does it run
 
 Layers of Qwen3-30B-A3B's shapes as the fused steps run them: the projection of queries, keys and values, that of the
@@ -12,12 +12,11 @@ projection's numbers are taken for its output. Weights are random, made on the d
 numbers rounded. Both are in memory at once, so a card of 80 GB holds 24 layers; stacks of 2 to 4 GiB of codes, which
 fewer layers have, are refused.
 
-Variants: "bfloat16"; "codes", as served; "bfloat16 rows", where rows are not scaled to float16; "scaled before", by a
-launch before each product, and "scaled inside", by its blocks, neither by the kernel of the norm; "few rows", as that,
-and up to 4 rows are multiplied without the tensor cores. A program runs some steps, each from other rows. Programs take
-turns. us a layer: median of the rounds. of bfloat16: median and extremes of the rounds' ratios. floor: bytes of the
-matrices that a layer reads over --bandwidth. distance: of the stream after one layer, from float32 on the same codes,
-in the 2-norm."""
+Variants: "bfloat16"; "codes", as served; "bfloat16 rows", where rows are not scaled to float16; "scaled rows", where
+they are by a launch before each product, not by the kernel of the norm; "few rows", as that, and up to 4 rows are
+multiplied without the tensor cores. A program runs some steps, each from other rows. Programs take turns. us a layer:
+median of the rounds. of bfloat16: median and extremes of the rounds' ratios. floor: bytes of the matrices that a layer
+reads over --bandwidth. distance: of the stream after one layer, from float32 on the same codes, in the 2-norm."""
 
 import argparse
 import collections
@@ -41,7 +40,7 @@ from routed_experts.layers.gpu.backends import gpu_kernels
 from routed_experts.layers.gpu.linear import LinearTile, partial_sums, tile_for
 from routed_experts.layers.gpu.moe import MoeTiles, Tile, slot_outputs, tiles_for
 from routed_experts.layers.gpu.packed_codes import RUNS
-from routed_experts.layers.gpu.scaled_rows import Rows, RowScaling
+from routed_experts.layers.gpu.scaled_rows import Rows
 from routed_experts.layers.gpu.warpgroups import find_warpgroups
 from routed_experts.layers.kernels import ExpertCounts, FusedSteps, NormedRows, RouterBiases, SlotOutputs, StreamNorm
 from routed_experts.layers.linear import reference_linear
@@ -60,10 +59,8 @@ from routed_experts.layers.quantized import (
 )
 from routed_experts.layers.routing import RouterSpec, replay_topk
 
-PLAIN, CODES, PLAIN_ROWS, BEFORE, INSIDE, FEW = VARIANTS = (
-    *("bfloat16", "codes", "bfloat16 rows", "scaled before", "scaled inside", "few rows"),
-)
-SCALINGS = {PLAIN_ROWS: None, BEFORE: RowScaling.KERNEL, INSIDE: RowScaling.INSIDE, FEW: RowScaling.INSIDE}
+PLAIN, CODES, PLAIN_ROWS, SCALED, FEW = VARIANTS = "bfloat16", "codes", "bfloat16 rows", "scaled rows", "few rows"
+SCALINGS = {PLAIN_ROWS: False, SCALED: True, FEW: True}
 INTERPRET = jax.default_backend() == "cpu"
 MOST_FEW_ROWS = 4
 FEW_SLOTS = 32
@@ -229,7 +226,6 @@ class Layers:
         if self.variant == FEW and num_rows <= MOST_FEW_ROWS:
             splits = max(1, weights.shape[1] // 2048)
             tile = LinearTile(rows=block_rows(num_rows), out=8, inner=2048, warps=8, stages=1, splits=splits)
-            tile = dataclasses.replace(tile, scaled=RowScaling.INSIDE)
         return partial_sums(x, weights, layer, tile=tile, interpret=INTERPRET)
 
     def slots(self, call: ExpertCall, scaled: ScaledRows | None) -> tuple[Array, Array | None]:
@@ -240,7 +236,7 @@ class Layers:
         if self.variant in SCALINGS:
             tiles = dataclasses.replace(tiles, scaled=SCALINGS[self.variant])
         if self.variant == FEW and call.ids.size <= FEW_SLOTS:
-            tiles = MoeTiles(rows=1, sorted_slots=False, scaled=RowScaling.INSIDE, **FEW_TILES)
+            tiles = MoeTiles(rows=1, sorted_slots=False, **FEW_TILES)
         return slot_outputs(call, tiles, stride=call.num_experts, interpret=INTERPRET), None
 
 
@@ -374,13 +370,13 @@ def candidates(
         shape = dict(zip(("out", "inner", "warps", "stages"), block[1:], strict=True))
         if name in FEW_TILES:
             tile = Tile(rows=1, **shape)
-            own = MoeTiles(rows=1, sorted_slots=False, scaled=RowScaling.INSIDE, **{**FEW_TILES, name: tile})
+            own = MoeTiles(rows=1, sorted_slots=False, **{**FEW_TILES, name: tile})
             yield name, FEW, tile, experts(own)
             continue
         inputs = getattr(matrices, name).shape[1]
         for splits in (1, 2, 4):
             if inputs // splits >= shape["inner"] or splits == 1:
-                linear = LinearTile(rows=block_rows(batch), splits=splits, scaled=RowScaling.INSIDE, **shape)
+                linear = LinearTile(rows=block_rows(batch), splits=splits, **shape)
                 yield name, FEW, linear, projection(name, linear)
 
 
@@ -437,9 +433,7 @@ def main() -> None:
     parser.add_argument("--profile", type=int, nargs="*", default=[], help="batches whose kernels are timed one by one")
     parser.add_argument("--tune", action="store_true", help="time blocks of other sizes instead")
     parser.add_argument("--products", nargs="+", choices=PRODUCTS, default=PRODUCTS, help="that are tuned")
-    parser.add_argument(
-        "--scaled", nargs="+", choices=SCALINGS, default=[BEFORE, INSIDE], help="of the blocks that are tuned"
-    )
+    parser.add_argument("--scaled", nargs="+", choices=SCALINGS, default=[SCALED], help="of the blocks that are tuned")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[PLAIN, CODES, PLAIN_ROWS])
     parser.add_argument("--small", action="store_true", help="small layers on any machine")
     parser.add_argument("--name", default="quantized_layers", help="of the result")

@@ -30,7 +30,7 @@ from routed_experts.layers.gpu.moe import (
     tiles_for,
 )
 from routed_experts.layers.gpu.operands import MatrixKind, addressable_matrices
-from routed_experts.layers.gpu.scaled_rows import RowScaling, scale_rows
+from routed_experts.layers.gpu.scaled_rows import scale_rows
 from routed_experts.layers.gpu.sums import part_unit
 from routed_experts.layers.kernels import RouterBiases, SharedExperts, SlotOutputs, StreamNorm
 from routed_experts.layers.linear import reference_linear
@@ -138,9 +138,8 @@ def relative_errors(actual, x, matrix) -> float:
 
 
 SMALL = LinearTile(rows=16, out=32, inner=128, warps=2, stages=2)
-SCALED = dataclasses.replace(SMALL, scaled=RowScaling.KERNEL)
-INSIDE = dataclasses.replace(SMALL, scaled=RowScaling.INSIDE)
-FEW = LinearTile(rows=1, out=8, inner=256, warps=4, stages=1, scaled=RowScaling.INSIDE)
+SCALED = dataclasses.replace(SMALL, scaled=True)
+FEW = LinearTile(rows=1, out=8, inner=256, warps=4, stages=1)
 # rows, inputs, outputs, group, tile (None: that of the table)
 LINEAR = {
     "group 128, whole blocks": (16, 256, 64, 128, SCALED),
@@ -149,12 +148,11 @@ LINEAR = {
     "group 32 of 160, plain rows": (7, 160, 40, 32, SMALL),
     "group 16 of 72, the last one short": (19, 72, 23, 16, dataclasses.replace(SCALED, inner=64)),
     "steps shorter than a group": (3, 256, 32, 128, dataclasses.replace(SCALED, inner=32)),
-    "steps of eight groups": (9, 512, 70, 32, dataclasses.replace(INSIDE, inner=256)),
+    "steps of eight groups": (9, 512, 70, 32, dataclasses.replace(SCALED, inner=256)),
     "steps of two of twelve groups": (12, 384, 64, 32, dataclasses.replace(SCALED, inner=64)),
-    "as many groups as no step has": (12, 416, 64, 32, dataclasses.replace(INSIDE, inner=256)),
+    "as many groups as no step has": (12, 416, 64, 32, dataclasses.replace(SCALED, inner=256)),
     "parts": (40, 256, 40, 64, dataclasses.replace(SCALED, splits=4)),
-    "steps, scaled inside": (5, 160, 50, 32, INSIDE),
-    "parts, scaled inside": (19, 256, 40, 64, dataclasses.replace(INSIDE, rows=8, splits=4)),
+    "parts, blocks of eight rows": (19, 256, 40, 64, dataclasses.replace(SCALED, rows=8, splits=4)),
     "one row, one step": (1, 160, 50, 32, FEW),
     "four of seven rows, parts": (7, 288, 40, 16, dataclasses.replace(FEW, rows=4, inner=64, splits=2)),
     "one of two rows, a loop of steps, the last group short": (2, 362, 9, 64, dataclasses.replace(FEW, inner=64)),
@@ -167,7 +165,7 @@ LINEAR = {
 # The same, whose outputs are spans that share scales
 SPANS = {
     "spans": (16, 256, 256, 128, SCALED),
-    "spans, parts, scaled inside": (19, 256, 128, 64, dataclasses.replace(INSIDE, rows=8, splits=4)),
+    "spans, parts": (19, 256, 128, 64, dataclasses.replace(SCALED, rows=8, splits=4)),
     "spans, one row": (1, 160, 128, 32, FEW),
     "spans, the table": (5, 1024, 384, 128, None),
 }
@@ -180,7 +178,7 @@ IN_FLOAT32 = {  # in every run; rows of float32 are never scaled, so that what d
     "parts",
     "one row, one step",
     "one of two rows, a loop of steps, the last group short",
-    "spans, parts, scaled inside",
+    "spans, parts",
     "the table, parts",
 }
 
@@ -218,8 +216,8 @@ HALVES = {
     "group 128, runs of 16": (16, 288, 33, 128, 16, SCALED),
     "group 32, steps shorter than asked": (5, 320, 50, 32, 32, dataclasses.replace(SCALED, inner=128)),
     "group 16": (7, 160, 40, 16, 16, SMALL),
-    "group 64, scaled inside": (9, 384, 40, 64, 64, INSIDE),
-    "group 32, scaled inside, parts": (19, 256, 40, 32, 32, dataclasses.replace(INSIDE, rows=8, splits=4)),
+    "group 64": (9, 384, 40, 64, 64, SCALED),
+    "group 32, parts": (19, 256, 40, 32, 32, dataclasses.replace(SCALED, rows=8, splits=4)),
     "steps shorter than a pair": (3, 256, 32, 128, 64, dataclasses.replace(SCALED, inner=32)),
     "group 32, steps of three pairs, plain rows": (9, 576, 40, 32, 32, dataclasses.replace(SMALL, inner=256)),
     "group 128, pairs of one scale, plain rows": (9, 576, 33, 128, 32, SMALL),
@@ -257,9 +255,8 @@ def test_products_with_codes_of_4_bits_equal_float64(case, form, dtype):
     assert np.max(np.abs(total - np.asarray(plain)) / reach) < 2 * SUMS
 
 
-def num_scalings(rows, weight, scaled) -> int:
+def num_scalings(rows, weight, tile) -> int:
     """Products of a block of sums by numbers, in a program of one step."""
-    tile = dataclasses.replace(SMALL, scaled=scaled)
     jaxpr = jax.make_jaxpr(lambda x, w: partial_sums(x, w, 1, tile=tile, interpret=True))(rows, weight)
 
     def count(jaxpr) -> int:
@@ -277,12 +274,12 @@ def test_rows_of_bfloat16_are_multiplied_by_codes_of_e2m1_times_scales():
     scales are any numbers."""
     x = jnp.ones((16, 128), HALF)
     counts = {
-        form: num_scalings(x, random_halves(jax.random.key(0), 2, 128, 32, 32, form=form, run=32), None)
+        form: num_scalings(x, random_halves(jax.random.key(0), 2, 128, 32, 32, form=form, run=32), SMALL)
         for form in ("int4", "e2m1")
     }
     assert counts == {"int4": 4, "e2m1": 1}
     weight = random_halves(jax.random.key(0), 2, 128, 32, 32, form="e2m1", run=32)
-    assert num_scalings(x, weight, RowScaling.KERNEL) > 4, "rows that are scaled have an inverse"
+    assert num_scalings(x, weight, SCALED) >= 4, "of rows that are scaled they are not"
 
 
 @pytest.mark.parametrize(
@@ -346,7 +343,7 @@ SMALL_ROWS = {
 }
 
 
-ONE_TO_ONE = {"before": SCALED, "inside": INSIDE, "few rows": dataclasses.replace(FEW, rows=4, inner=32)}
+ONE_TO_ONE = {"before": SCALED, "few rows": dataclasses.replace(FEW, rows=4, inner=32)}
 
 
 def run_rows_of_any_size(tile, *, interpret):
@@ -384,17 +381,18 @@ def test_rows_that_are_not_finite_have_no_finite_sums_and_others_are_as_they_wer
     np.testing.assert_allclose(result[[0, 4]], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_sums_scaled_inside_keep_small_numbers_of_other_steps():
-    """A huge number in one step; whole rows lose what is below 2^-39 of it, steps of their own do not."""
+def test_sums_of_few_rows_keep_small_numbers_of_other_steps():
+    """A huge number in one step; rows that are scaled before lose what is below 2^-39 of it, few rows do not: each of
+    their steps is scaled by itself."""
     weight = random_weight(jax.random.key(3), 1, 96, 40, 32)
     weight = dataclasses.replace(weight, scales=weight.scales.at[:, 0].set(0.0))
     x = np.asarray(wide(random_rows(jax.random.key(7), (4, 96), HALF)))
     x[:, 3] = 2.0**60
     x, run = jnp.asarray(x, HALF), lambda tile: partial_sums(x, weight, 0, tile=tile, interpret=True)[0]
-    inside, before = run(INSIDE), run(SCALED)
+    few, before = run(ONE_TO_ONE["few rows"]), run(SCALED)
     matrix = numbers(weight, 0)
     reach = np.abs(wide(x))[:, 32:] @ np.abs(matrix)[32:]
-    assert np.max(np.abs(np.asarray(inside) - wide(x) @ matrix) / reach) < SUMS
+    assert np.max(np.abs(np.asarray(few) - wide(x) @ matrix) / reach) < SUMS
     assert not np.asarray(before).any()
 
 
@@ -519,11 +517,10 @@ def in_float64(call: ExpertCall) -> np.ndarray:
     return np.where(np.asarray(call.valid)[:, None], out, 0)
 
 
-SORTED, UNSORTED = (dataclasses.replace(tiles, scaled=RowScaling.KERNEL) for tiles in (LISTS, SLOTS))
-STEPS_SORTED, STEPS_UNSORTED = (dataclasses.replace(tiles, scaled=RowScaling.INSIDE) for tiles in (LISTS, SLOTS))
+SORTED, UNSORTED = (dataclasses.replace(tiles, scaled=True) for tiles in (LISTS, SLOTS))
 ONE_ROW = Tile(rows=1, out=16, inner=64, warps=4, stages=1)
-ROWS_SORTED = dataclasses.replace(STEPS_SORTED, gate_up=dataclasses.replace(ONE_ROW, rows=2), down=ONE_ROW)
-ROWS_UNSORTED = dataclasses.replace(STEPS_UNSORTED, gate_up=ONE_ROW, down=dataclasses.replace(ONE_ROW, inner=32))
+ROWS_SORTED = dataclasses.replace(LISTS, gate_up=dataclasses.replace(ONE_ROW, rows=2), down=ONE_ROW)
+ROWS_UNSORTED = dataclasses.replace(SLOTS, gate_up=ONE_ROW, down=dataclasses.replace(ONE_ROW, inner=32))
 EXPERTS = {
     "lists, short groups": (Experts(sizes=(13, 3, 5, 72, 40), groups=(16, 32), dtype=F32, kind="padding"), SORTED),
     "slots, biased": (
@@ -543,14 +540,6 @@ EXPERTS = {
         Experts(sizes=(6, 2, 4, 40, 24), groups=(32, 16), dtype=HALF, shared_width=50, shared_codes=False),
         SORTED,
     ),
-    "scaled inside, lists": (
-        Experts(sizes=(13, 3, 5, 72, 40), groups=(16, 32), dtype=HALF, kind="padding"),
-        STEPS_SORTED,
-    ),
-    "scaled inside, plain shared experts": (
-        Experts(sizes=(2, 2, 4, 40, 24), groups=(32, 16), dtype=HALF, shared_width=50, shared_codes=False),
-        STEPS_UNSORTED,
-    ),
     "two rows and one, lists, shared experts": (
         Experts(sizes=(7, 2, 4, 72, 40), groups=(16, 32), dtype=HALF, shared_width=50, kind="padding"),
         ROWS_SORTED,
@@ -561,12 +550,12 @@ EXPERTS = {
     ),
     "spans, lists, shared experts": (
         Experts(sizes=(9, 2, 4, 128, 128), groups=(128, 64), dtype=HALF, span=128, shared_width=128),
-        STEPS_SORTED,
+        SORTED,
     ),
     "spans, one row, slots": (Experts(sizes=(3, 2, 4, 256, 128), groups=(64, 32), dtype=F32, span=128), ROWS_UNSORTED),
     "int4, lists, shared experts": (
         Experts(sizes=(7, 2, 4, 96, 64), groups=(32, 32), dtype=HALF, form="int4", run=16, shared_width=32),
-        STEPS_SORTED,
+        SORTED,
     ),
     "e2m1, slots, biased": (
         Experts(
@@ -709,7 +698,7 @@ def test_a_layer_in_few_kernels_equals_plain_code():
         assert distance(wide(left), wide(right)) < BOUNDS[dtype]
 
 
-SCALINGS = [RowScaling.KERNEL, RowScaling.INSIDE, None]
+SCALINGS = {"scaled": True, "bfloat16": False}
 
 # On a GPU. Array code in full precision is the oracle there: float32 numbers of codes are exact products.
 
@@ -720,7 +709,7 @@ def in_full_precision(function, *args):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("scaled", SCALINGS, ids=["before", "inside", "bfloat16"])
+@pytest.mark.parametrize("scaled", SCALINGS.values(), ids=SCALINGS)
 @pytest.mark.parametrize("rows", [1, 16, 33, 256, 3000])
 @pytest.mark.parametrize(
     ("inputs", "outputs", "group", "span"), [(2048, 5120, 128, 128), (4096, 2048, 128, 1), (576, 1000, 64, 1)]
@@ -807,7 +796,7 @@ def test_compiled_experts_in_every_tile(tiles, form):
     """In every scaling of the rows."""
     call = Experts(sizes=(16, 8, 32, 2048, 768), dtype=HALF, **FORMS[form]).call
     expected = wide(in_full_precision(tiled_experts, at_first(call)))
-    for scaled in SCALINGS:
+    for scaled in SCALINGS.values():
         own = dataclasses.replace(tiles, scaled=scaled)
         run = jax.jit(lambda call, own=own: slot_outputs(call, own, stride=call.num_experts, interpret=False))
         outputs = run(call).reshape(16, 8, -1)
@@ -816,7 +805,7 @@ def test_compiled_experts_in_every_tile(tiles, form):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", ["int4", "e2m1"])
-@pytest.mark.parametrize("scaled", SCALINGS, ids=["before", "inside", "bfloat16"])
+@pytest.mark.parametrize("scaled", SCALINGS.values(), ids=SCALINGS)
 @pytest.mark.parametrize("rows", [1, 16, 33, 3000])
 @pytest.mark.parametrize(
     ("inputs", "outputs", "group", "run"), [(2048, 5120, 128, 64), (2880, 1000, 32, 32), (576, 1000, 64, 16)]

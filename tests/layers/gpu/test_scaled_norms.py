@@ -22,11 +22,11 @@ from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.programs import ProgramSpec, forward
 from routed_experts.layers.gpu.attention import gpu_attention_backend
 from routed_experts.layers.gpu.backends import gpu_kernels
-from routed_experts.layers.gpu.linear import partial_sums, tile_for
+from routed_experts.layers.gpu.linear import partial_sums
 from routed_experts.layers.gpu.moe import CODE_TILES, choose_tiles, slot_outputs, takes_scaled_rows, tiles_for
 from routed_experts.layers.gpu.operands import MatrixKind
 from routed_experts.layers.gpu.residual import add_parts, add_slots, normed_rows
-from routed_experts.layers.gpu.scaled_rows import RowScaling, scale_rows
+from routed_experts.layers.gpu.scaled_rows import scale_rows
 from routed_experts.layers.kernels import ExpertCounts, SlotOutputs, StreamNorm
 from routed_experts.models.decoder.coded_arrays import CodedArray
 from support.model_steps import PAGE, packed
@@ -126,7 +126,7 @@ def as_they_are(x, norm):
 
 @pytest.mark.parametrize("add", [by_parts, by_slots, as_they_are])
 def test_rows_are_scaled_for_products_that_take_them_alone(add):
-    """Not fewer than 8, not float32, and not for numbers or no product."""
+    """Not one row, not float32, and not for numbers or no product."""
     codes = random_weight(jax.random.key(0), 3, 64, 16, 16)
     packed_codes = random_halves(jax.random.key(0), 3, 64, 16, 32, form="int4", run=32)
 
@@ -134,8 +134,8 @@ def test_rows_are_scaled_for_products_that_take_them_alone(add):
         x = jax.ShapeDtypeStruct((num_rows, 64), dtype)
         return jax.eval_shape(lambda x: normed_by(add, x, matrices)[1], x).scaled is not None
 
-    assert is_scaled(8, HALF, codes) and is_scaled(8, HALF, packed_codes)
-    assert not any(is_scaled(*case, codes) for case in ((7, HALF), (1, HALF), (8, jnp.float32)))
+    assert is_scaled(2, HALF, codes) and is_scaled(8, HALF, codes) and is_scaled(8, HALF, packed_codes)
+    assert not any(is_scaled(*case, codes) for case in ((1, HALF), (8, jnp.float32)))
     assert not any(is_scaled(8, HALF, matrices) for matrices in (jnp.ones((3, 64, 16), HALF), None))
 
 
@@ -158,18 +158,14 @@ def launches(function, *args):
     return names
 
 
-@pytest.mark.parametrize("num_rows", [8, 16, 40])
+@pytest.mark.parametrize("num_rows", [2, 16, 40])
 def test_a_projection_of_scaled_rows_scales_none(num_rows):
-    """Nor does the tile of up to 16 rows, whose blocks scale rows of bfloat16."""
     weight = random_weight(jax.random.key(1), 3, 160, 48, 32, real=slice(1, 2))
     x = jax.random.normal(jax.random.key(2), (num_rows, 160), HALF)
-    tile = tile_for(num_rows, weight)
-    assert (tile.scaled is RowScaling.INSIDE) == (num_rows <= 16)
     product = gpu_kernels(interpret=True).fused_layer.product
     rows, layer_id = normed_rows(x, weight, interpret=True), jnp.int32(1)
     assert launches(product, rows, weight, layer_id) == {"linear": 1}
-    before = dataclasses.replace(tile, scaled=RowScaling.KERNEL)
-    expected = jax.jit(functools.partial(partial_sums, tile=before, interpret=True))(x, weight, layer_id)
+    expected = jax.jit(functools.partial(partial_sums, interpret=True))(x, weight, layer_id)
     assert_same(jax.jit(product)(rows, weight, layer_id), expected)
 
 
@@ -179,7 +175,7 @@ def test_experts_of_many_rows_take_scaled_rows(shared_width):
     case = Experts(sizes=(40, 4, 16, 64, 40), groups=(32, 16), dtype=HALF, shared_width=shared_width)
     call, shared = case.call, case.shared
     tiles = tiles_for(call, shared)
-    assert tiles.scaled is RowScaling.KERNEL
+    assert tiles.scaled
     run = functools.partial(slot_outputs, shared=shared, stride=call.num_experts, interpret=True)
     no_numbers, rows = dataclasses.replace(call, x=jnp.full_like(call.x, jnp.nan)), scaled(call.x)
     names = launches(lambda: run(no_numbers, tiles, scaled_x=rows))
@@ -188,15 +184,10 @@ def test_experts_of_many_rows_take_scaled_rows(shared_width):
 
 
 def test_a_norm_scales_rows_for_experts_that_take_them():
-    """Where an expert has more rows, on average, than any tile that scales them inside."""
-    assert [tiles.scaled for tiles in sorted(CODE_TILES, key=lambda tiles: tiles.rows)] == [
-        *[RowScaling.INSIDE] * 3,
-        *[RowScaling.KERNEL] * 3,
-    ]
+    """Where a tile has rows of one expert, which those of few slots have not."""
+    assert all(tiles.scaled for tiles in CODE_TILES)
     codes, x = random_weight(jax.random.key(0), 3, 64, 16, 16), jax.ShapeDtypeStruct((32, 64), HALF)
-    most = max(tiles.rows for tiles in CODE_TILES if tiles.scaled is RowScaling.INSIDE)
-    assert most == 8
-    for counts, is_scaled in ((None, True), ((32, 9), True), ((32, 8), False), ((128, 8), False), ((4, 1), False)):
+    for counts, is_scaled in ((None, True), ((32, 9), True), ((128, 8), True), ((4, 1), False)):
 
         def normed(x, counts=counts):
             norm = StreamNorm(scales=jnp.ones((1, 64), HALF), layer=jnp.int32(0), eps=1e-6, next_matrices=codes)
@@ -211,24 +202,24 @@ def test_scaled_rows_are_taken_where_the_tiles_of_a_format_read_them(form):
     key, kind = jax.random.key(0), MatrixKind(form)
     halves = None if form == "e4m3" else random_halves(key, 2, 64, 16, 32, form=form, run=32)
     weight = random_weight(key, 2, 64, 16, 16) if halves is None else halves
-    assert takes_scaled_rows(8, HALF, weight)
-    assert not takes_scaled_rows(7, HALF, weight) and not takes_scaled_rows(16, jnp.float32, weight)
+    assert takes_scaled_rows(2, HALF, weight)
+    assert not takes_scaled_rows(1, HALF, weight) and not takes_scaled_rows(16, jnp.float32, weight)
     found = set()
-    for num_experts, top_k, num_rows in itertools.product((8, 32, 128, 384), (1, 2, 8), (8, 16, 24, 64, 256, 4096)):
+    counts = itertools.product((8, 32, 128, 384), (1, 2, 8), (1, 2, 8, 16, 24, 64, 256, 4096))
+    for num_experts, top_k, num_rows in counts:
         tiles = choose_tiles(num_rows * top_k, num_experts, 64, 64, kind)
-        reads = tiles.sorted_slots and tiles.scaled is RowScaling.KERNEL and tiles.gate_up.rows >= 8
+        reads = num_rows > 1 and tiles.sorted_slots and tiles.scaled and tiles.gate_up.rows >= 8
         assert takes_scaled_rows(num_rows, HALF, weight, ExpertCounts(num_experts, top_k)) == reads
         found |= {(reads, tiles.sorted_slots)}
-    assert found == {(False, False), (False, True), (True, True)} - ({(False, True)} if form == "int4" else set())
+    assert found == {(False, False), (False, True), (True, True)} - ({(False, True)} if form == "e4m3" else set())
     assert not takes_scaled_rows(16, HALF, jnp.zeros((2, 64, 16), HALF))
 
 
-@pytest.mark.parametrize(("sizes", "tile_rows"), [((8, 2, 6, 64, 40), 1), ((12, 4, 12, 64, 40), 8)])
-def test_experts_of_few_rows_take_rows_as_they_are(sizes, tile_rows):
-    """Blocks of one row multiply without the tensor cores; those of more rows scale their own."""
-    call = Experts(sizes=sizes, groups=(32, 16), dtype=HALF).call
+def test_experts_of_few_slots_take_rows_as_they_are():
+    """Their blocks multiply one row, without the tensor cores."""
+    call = Experts(sizes=(8, 2, 6, 64, 40), groups=(32, 16), dtype=HALF).call
     tiles = tiles_for(call)
-    assert tiles.gate_up.rows == tile_rows
+    assert tiles.gate_up.rows == 1
     no_numbers = jax.tree.map(lambda array: jnp.full_like(array, jnp.nan), scaled(call.x))
     by_rows, by_scaled = (
         jax.jit(lambda rows=rows: slot_outputs(call, tiles, scaled_x=rows, stride=call.num_experts, interpret=True))()
@@ -246,15 +237,13 @@ CODED = (
 )
 
 
-FUSED, IN_PIECES = (  # experts have few rows each; no attention kernel clips projections
+FUSED, IN_PIECES = (  # no attention kernel clips projections
     dataclasses.replace(layer(mixer, router=dict(num_experts=32)), coded=CODED) for mixer in ({}, dict(clip=2.0))
 )
-MANY_ROWS = dataclasses.replace(layer({}, router=dict(num_experts=4)), coded=CODED)  # of an expert
 LAYERS = {
     "one kind": [FUSED] * 3,
     "in pieces first": [IN_PIECES, FUSED] * 2,
     "in pieces last": [FUSED, IN_PIECES] * 2,
-    "many rows": [MANY_ROWS] * 3,
 }
 
 
@@ -312,16 +301,16 @@ def decode_program(name, kernels, num_rows):
 @pytest.mark.parametrize(
     ("name", "scalings", "without"),
     [
-        ("one kind", 3 + 1, 3 + 3),  # attention's output, and the first norm; without, each first projection
-        pytest.param(
-            "in pieces first", 4 + 2, 4 + 2 + 2, marks=pytest.mark.thorough
-        ),  # and the first projections in pieces
-        ("in pieces last", 4 + 2 + 1, 4 + 2 + 2),
-        ("many rows", 2 * 3 + 1, 4 * 3),  # and what the second product of experts reads; without, the first one, too
+        # attention's output, what the second product of experts reads, and the first norm; without, each norm
+        ("one kind", 2 * 3 + 1, 4 * 3),
+        # and the first projections in pieces
+        pytest.param("in pieces first", 2 * 4 + 2, 2 * 4 + 2 + 2 + 4, marks=pytest.mark.thorough),
+        ("in pieces last", 2 * 4 + 2 + 1, 2 * 4 + 2 + 2 + 4),
     ],
 )
-def test_a_step_of_few_rows_scales_no_norm_by_a_launch(name, scalings, without):
-    """But for the norm before the first layer. What is scaled by one is the output of attention."""
+def test_a_step_scales_no_norm_by_a_launch(name, scalings, without):
+    """But for the norm before the first layer. What is scaled by one is the output of attention, and what the second
+    product of experts reads."""
     kernels, num_layers = gpu_kernels(interpret=True), len(LAYERS[name])
     step, args = decode_program(name, kernels, 32)
     names = launches(step, *args)

@@ -19,6 +19,7 @@ from routed_experts.layers.gpu.query_tiles import find_query_rows, find_query_ti
 from routed_experts.layers.gpu.warpgroup_attention import suits_warpgroup_attention, warpgroup_attention
 from routed_experts.layers.gpu.warpgroups import Warpgroups, find_warpgroups
 from routed_experts.layers.kv_format import KV_CODES
+from support.abstract_gpu import hopper_mesh
 from support.gpu_cases import Sequences, attention_inputs, bound, distance
 
 pytestmark = pytest.mark.usefixtures("fast_compilation", "one_program")
@@ -165,7 +166,8 @@ def lowered_kernels(queries, pool, batch, features=PLAIN, warpgroups=HOPPER) -> 
     def run(queries, pool, batch):
         return gpu_attention(queries, pool, jnp.int32(3), batch, features, warpgroups=warpgroups)
 
-    return jax.jit(run).trace(queries, pool, batch).lower(lowering_platforms=("cuda",)).as_text()
+    with jax.sharding.use_abstract_mesh(hopper_mesh()):
+        return jax.jit(run).trace(queries, pool, batch).lower(lowering_platforms=("cuda",)).as_text()
 
 
 SAME_ROWS = {"MiniMax-M2", "Mixtral", "OLMoE"}  # as GLM-4.5-Air, which has two heads a block, or as Llama 4

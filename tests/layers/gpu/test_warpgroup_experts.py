@@ -32,6 +32,7 @@ from routed_experts.layers.moe import ExpertCall, MoeBackend, reference_experts
 from routed_experts.layers.parallel import AxisGroup
 from routed_experts.layers.parallel_experts import parallel_moe
 from routed_experts.layers.quantized import QuantizedWeight, quantize_blocks
+from support.abstract_gpu import hopper_mesh
 from support.gpu_cases import distance, random_ids
 
 pytestmark = pytest.mark.usefixtures("fast_compilation", "one_program")
@@ -330,7 +331,8 @@ def test_products_of_published_shapes_lower_for_cuda(shape, is_coded):
     )
     assert suits_warpgroups(call)
     run = jax.jit(lambda call: gpu_experts(call, warpgroups=Warpgroups(num_programs=132)))
-    text = run.trace(call).lower(lowering_platforms=("cuda",)).as_text()
+    with jax.sharding.use_abstract_mesh(hopper_mesh()):
+        text = run.trace(call).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu") == 2
 
 
@@ -419,11 +421,12 @@ def test_experts_of_several_devices_lower_for_cuda():
         call = ExpertCall(x, ids, weights, valid, gate_up, down, jnp.int32(0), 16)
         return jax.lax.psum(parallel_moe(moe, group).run(call), "x")
 
-    mesh = jax.sharding.AbstractMesh((2,), ("x",))
+    mesh = hopper_mesh(2)
     specs = (*(PartitionSpec(),) * 4, *(PartitionSpec("x"),) * 2)
     sharded = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False))
-    traced = sharded.trace(*(jax.ShapeDtypeStruct(*size) for size in sizes))
-    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 2
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = sharded.trace(*(jax.ShapeDtypeStruct(*size) for size in sizes))
+        assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 2
 
 
 @pytest.mark.gpu

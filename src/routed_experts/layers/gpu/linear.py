@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from routed_experts.layers.gpu.blocks import combine_masks, power_of_two, scaled_step
 from routed_experts.layers.gpu.expert_rows import one_matrix
 from routed_experts.layers.gpu.operands import Inputs, check_weights, is_packed
-from routed_experts.layers.gpu.scaled_rows import CODE_ROWS, Rows, RowScaling, ScaledRows, rows_for_codes, scale_rows
+from routed_experts.layers.gpu.scaled_rows import Rows, ScaledRows, rows_for_codes, scale_rows
 from routed_experts.layers.gpu.sums import FEWEST_ROWS, part_unit, sum_products
 from routed_experts.layers.gpu.warpgroup_codes import CODE_TILE, has_code_blocks, multiply_codes
 from routed_experts.layers.gpu.warpgroup_numbers import NUMBER_TILE, multiply_numbers, suits_number_products
@@ -29,8 +29,8 @@ from routed_experts.layers.quantized import QuantizedWeight, Weight
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LinearTile:
     """Blocks of `rows` by `out`, sums cut into `splits` parts and made in steps of `inner`; warps and stages of the
-    Triton compiler. `scaled`: whether and where rows become float16 where the matrix is codes. Up to 4 rows are
-    multiplied by codes without the tensor cores, and a step may then be all inputs."""
+    Triton compiler. `scaled`: whether rows become float16 first where the matrix is codes. Up to 4 rows are multiplied
+    by codes without the tensor cores; they are scaled in any case, step by step, and a step may be all inputs."""
 
     rows: int
     out: int
@@ -38,7 +38,7 @@ class LinearTile:
     warps: int
     stages: int
     splits: int = 1
-    scaled: RowScaling | None = None
+    scaled: bool = False
 
 
 LARGEST = 512  # rows; above it the library's product
@@ -67,25 +67,21 @@ def choose_tile(num_rows: int, inner: int, outputs: int) -> LinearTile:
 
 
 def choose_codes_tile(num_rows: int, inner: int, outputs: int, unit: int, *, packed: bool = False) -> LinearTile:
-    """The same for codes, whose parts have a multiple of `unit` inputs; `packed` are those of 4 bits. Measured best
-    with matrices of 2048 x 5120 and 4096 x 2048: of e4m3 on an H200 with 1, 2, 4, 8, 16, 64 and 256 rows and on an
-    H100 with 1024 and 4096, and of int4 on an H200 with 1, 64 and 256 rows. With 16 rows of 4 bits the tile is that of
-    an older measurement."""
+    """The same for codes, whose parts have a multiple of `unit` inputs; `packed` are those of 4 bits. Measured best, or
+    as good as the best, with matrices of 2048 x 5120 and 4096 x 2048: of e4m3 on an H200 with 1, 8, 16, 32, 64, 128 and
+    256 rows and on an H100 with 1024 and 4096, and of int4 on an H200 with 1, 16, 64 and 256 rows."""
     if num_rows == 1:
         out, step, warps = (8, 2048, 8) if packed else (4, 1024, 2)
         splits = _splits(inner, max(1, inner // 2048), unit)
-        return LinearTile(rows=1, out=out, inner=step, warps=warps, stages=1, splits=splits, scaled=RowScaling.INSIDE)
+        return LinearTile(rows=1, out=out, inner=step, warps=warps, stages=1, splits=splits)
     rows = min(max(16 if packed else FEWEST_ROWS, power_of_two(num_rows)), 128)
-    if rows <= 16 and not packed:
-        warps, splits = 4 if rows == FEWEST_ROWS else 2, _splits(inner, inner // 512, unit)
-        return LinearTile(rows=rows, out=64, inner=128, warps=warps, stages=3, splits=splits, scaled=RowScaling.INSIDE)
     step, warps, stages = (64 if packed else 128, 4, 3) if rows > 16 else (128, 2, 4)
     if rows <= 64:
         splits = _splits(inner, inner // 512, unit)
     else:
         blocks = pl.cdiv(outputs, 128) * pl.cdiv(num_rows, rows)
         splits = _splits(inner, next((count for count in (1, 2, 4) if blocks * count >= BLOCKS), 8), unit)
-    return LinearTile(rows=rows, out=64, inner=step, warps=warps, stages=stages, splits=splits, scaled=CODE_ROWS)
+    return LinearTile(rows=rows, out=64, inner=step, warps=warps, stages=stages, splits=splits, scaled=True)
 
 
 def tile_for(num_rows: int, weights: Weight) -> LinearTile:
@@ -121,7 +117,6 @@ def _product(x: Any, weights: Any, layer: Any, out: Any, *, tile: LinearTile, in
         (columns,),
         column_mask,
         inputs=inputs,
-        scaled=tile.scaled,
         interpret=interpret,
     )
     plgpu.store(
@@ -149,8 +144,8 @@ def partial_sums(
     if is_coded:
         check_weights(weights)
         assert tile.splits == 1 or weights.shape[1] % (tile.splits * part_unit(weights)) == 0, (tile, weights.shape)
-    is_scaled = is_coded and tile.rows >= FEWEST_ROWS
-    rows = rows_for_codes(x, tile.scaled if is_scaled else None, interpret=interpret)
+    is_scaled = is_coded and tile.scaled and tile.rows >= FEWEST_ROWS
+    rows = rows_for_codes(x, interpret=interpret) if is_scaled else x
     return pl.pallas_call(
         functools.partial(_product, tile=tile, interpret=interpret),
         jax.ShapeDtypeStruct((tile.splits, num_rows, outputs), dtype),

@@ -24,7 +24,7 @@ from routed_experts.layers.gpu.activations import activate
 from routed_experts.layers.gpu.blocks import combine_masks, load_or_zero, power_of_two, rounded, scaled_step
 from routed_experts.layers.gpu.expert_rows import load_experts
 from routed_experts.layers.gpu.operands import Inputs, MatrixKind, check_weights, shared_kind
-from routed_experts.layers.gpu.scaled_rows import CODE_ROWS, Rows, RowScaling, ScaledRows, rows_for_codes
+from routed_experts.layers.gpu.scaled_rows import Rows, ScaledRows, rows_for_codes
 from routed_experts.layers.gpu.sums import FEWEST_ROWS, UNROLLED_STEPS, sum_products
 from routed_experts.layers.gpu.warpgroup_experts import suits_warpgroups, warpgroup_experts
 from routed_experts.layers.gpu.warpgroups import Warpgroups
@@ -48,13 +48,13 @@ class Tile:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MoeTiles:
     """What both products use up to `rows` rows an expert, on average. `sorted_slots` False: a slot is a tile. `scaled`:
-    whether and where rows become float16, which codes are decoded to; where all matrices are codes."""
+    whether rows become float16 first, which codes are decoded to; where all matrices are codes."""
 
     rows: float
     gate_up: Tile
     down: Tile
     sorted_slots: bool = True
-    scaled: RowScaling | None = None
+    scaled: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,6 @@ class KernelConfig:
     biased: bool
     num_rows: int
     shared_chunks: int
-    scaled: RowScaling | None
     interpret: bool
 
     @property
@@ -97,34 +96,30 @@ TILES = (
     MoeTiles(rows=256, gate_up=_tile(128, 64, 64, 4, 3), down=_tile(64, 256, 64, 4, 3)),
     MoeTiles(rows=float("inf"), gate_up=_tile(128, 128, 64, 8, 3), down=_tile(128, 256, 64, 8, 3)),
 )
-# For codes. Measured on an H100 with 128 experts of 2048 x 768, top-8, for 1 to 4, 16, 64, 256, 1024 and 4096 tokens,
-# and for 8, 16 and 64 again on an H200: few rows without the tensor cores, then blocks that scale their rows
-# themselves, and with more than 8 rows an expert a kernel before them. With 1 and 4 rows an expert (16 and 64 tokens)
-# blocks that scale rows were faster on an H200 than those that read scaled ones; with 5 to 8 it was not measured.
+# For codes. Measured on an H200 with 128 experts of 2048 x 768, top-8, for 8 to 256 tokens, and on an H100 for 1024 and
+# 4096. Rows are scaled before the product; blocks that scaled their own were no faster.
 CODE_TILES = (
-    MoeTiles(rows=0.5, gate_up=_tile(8, 64, 128, 2, 3), down=_tile(8, 128, 256, 4, 2), scaled=RowScaling.INSIDE),
-    MoeTiles(rows=5, gate_up=_tile(8, 64, 128, 4, 3), down=_tile(8, 128, 256, 4, 2), scaled=RowScaling.INSIDE),
-    MoeTiles(rows=8, gate_up=_tile(16, 64, 128, 2, 3), down=_tile(16, 64, 128, 2, 3), scaled=RowScaling.INSIDE),
-    MoeTiles(rows=20, gate_up=_tile(32, 64, 128, 2, 3), down=_tile(32, 64, 128, 2, 3), scaled=CODE_ROWS),
-    MoeTiles(rows=96, gate_up=_tile(64, 64, 128, 4, 4), down=_tile(32, 64, 128, 2, 3), scaled=CODE_ROWS),
-    MoeTiles(rows=float("inf"), gate_up=_tile(128, 64, 64, 8, 3), down=_tile(64, 128, 128, 4, 3), scaled=CODE_ROWS),
+    MoeTiles(rows=0.5, gate_up=_tile(8, 64, 128, 4, 3), down=_tile(8, 64, 256, 4, 2), scaled=True),
+    MoeTiles(rows=5, gate_up=_tile(8, 64, 256, 4, 2), down=_tile(8, 64, 256, 4, 2), scaled=True),
+    MoeTiles(rows=10, gate_up=_tile(16, 64, 128, 2, 3), down=_tile(16, 64, 128, 2, 3), scaled=True),
+    MoeTiles(rows=20, gate_up=_tile(16, 64, 128, 2, 2), down=_tile(16, 64, 128, 2, 2), scaled=True),
+    MoeTiles(rows=96, gate_up=_tile(64, 64, 128, 4, 4), down=_tile(32, 64, 128, 2, 3), scaled=True),
+    MoeTiles(rows=float("inf"), gate_up=_tile(128, 64, 64, 8, 3), down=_tile(64, 128, 128, 4, 3), scaled=True),
 )
-# For codes of 4 bits, in groups of 32, whose steps are pairs of 32 inputs. Measured on an H200, one product at a time:
-# int4 with 128 experts of 2048 x 768, top-8, for 16 to 1024 tokens, e2m1 with 32 of 2880 x 2880, top-4, for 16 to 4096.
-# Not measured: the last row of int4, and the row of e2m1 for up to 24 rows with that many.
+# For codes of 4 bits, in groups of 32, whose steps are pairs of 32 inputs. Measured on an H200: int4 with 128 experts
+# of 2048 x 768, top-8, for 16 to 1024 tokens, e2m1 with 32 of 2880 x 2880, top-4, for 16 to 4096. Not measured: the
+# last row of int4, and the row of e2m1 for up to 40 rows with fewer than 32.
 INT4_TILES = (
-    MoeTiles(rows=2, gate_up=_tile(8, 64, 64, 2, 3), down=_tile(8, 64, 192, 2, 3), scaled=CODE_ROWS),
-    MoeTiles(rows=5, gate_up=_tile(8, 128, 64, 2, 3), down=_tile(8, 64, 192, 2, 3), scaled=CODE_ROWS),
-    MoeTiles(rows=20, gate_up=_tile(16, 64, 64, 2, 3), down=_tile(16, 64, 64, 2, 3), scaled=CODE_ROWS),
-    MoeTiles(rows=256, gate_up=_tile(64, 64, 64, 4, 3), down=_tile(64, 128, 64, 4, 3), scaled=CODE_ROWS),
-    MoeTiles(rows=float("inf"), gate_up=_tile(128, 64, 64, 4, 3), down=_tile(128, 64, 64, 4, 3), scaled=CODE_ROWS),
+    MoeTiles(rows=5, gate_up=_tile(8, 128, 64, 4, 3), down=_tile(8, 64, 128, 2, 3), scaled=True),
+    MoeTiles(rows=20, gate_up=_tile(16, 64, 64, 2, 3), down=_tile(16, 64, 64, 2, 3), scaled=True),
+    MoeTiles(rows=256, gate_up=_tile(64, 64, 64, 4, 3), down=_tile(64, 128, 64, 4, 3), scaled=True),
+    MoeTiles(rows=float("inf"), gate_up=_tile(128, 64, 64, 4, 3), down=_tile(128, 64, 64, 4, 3), scaled=True),
 )
-# With more than a few rows, codes are multiplied by their scales instead of sums, and rows are read as they are.
+# With many rows, codes are multiplied by their scales instead of sums, and rows are read as they are.
 E2M1_TILES = (
-    MoeTiles(rows=2, gate_up=_tile(8, 64, 64, 2, 2), down=_tile(8, 64, 192, 2, 3), scaled=CODE_ROWS),
-    MoeTiles(rows=5, gate_up=_tile(8, 128, 64, 2, 3), down=_tile(8, 64, 192, 2, 3), scaled=CODE_ROWS),
-    MoeTiles(rows=8, gate_up=_tile(8, 64, 64, 2, 2), down=_tile(16, 64, 192, 2, 3), scaled=CODE_ROWS),
-    MoeTiles(rows=24, gate_up=_tile(32, 64, 64, 4, 3), down=_tile(32, 64, 64, 4, 3)),
+    MoeTiles(rows=2, gate_up=_tile(8, 64, 64, 2, 3), down=_tile(8, 64, 192, 2, 2), scaled=True),
+    MoeTiles(rows=5, gate_up=_tile(8, 64, 64, 4, 3), down=_tile(8, 64, 192, 2, 3), scaled=True),
+    MoeTiles(rows=20, gate_up=_tile(16, 64, 64, 2, 3), down=_tile(16, 64, 192, 2, 3), scaled=True),
     MoeTiles(rows=40, gate_up=_tile(64, 64, 64, 4, 3), down=_tile(64, 64, 64, 4, 3)),
     MoeTiles(rows=float("inf"), gate_up=_tile(128, 64, 64, 4, 3), down=_tile(128, 64, 64, 4, 3)),
 )
@@ -275,7 +270,6 @@ def _sums(
         columns,
         real,
         inputs=inputs,
-        scaled=static.scaled,
         interpret=static.interpret,
     )
 
@@ -376,13 +370,13 @@ def choose_tiles(slots: int, num_experts: int, dim: int, width: int, kind: Matri
     if kind is MatrixKind.NUMBERS:
         return _UNSORTED
     gate_up, down = (_slot_tile(*product, packed=kind.is_packed) for product in ((dim, 2), (width, 1)))
-    return MoeTiles(rows=0, gate_up=gate_up, down=down, sorted_slots=False, scaled=RowScaling.INSIDE)
+    return MoeTiles(rows=0, gate_up=gate_up, down=down, sorted_slots=False)
 
 
 def takes_scaled_rows(num_rows: int, dtype: Any, weights: Weight | None, experts: ExpertCounts | None = None) -> bool:
     """Whether products of `num_rows` rows of that dtype with these matrices read scaled rows: on the tensor cores with
     codes, and of `experts` where their tiles say so."""
-    if weights is None or num_rows < FEWEST_ROWS or dtype != jnp.bfloat16:
+    if weights is None or num_rows == 1 or dtype != jnp.bfloat16:
         return False
     kind = shared_kind(weights)
     if kind is MatrixKind.NUMBERS or experts is None:
@@ -390,7 +384,7 @@ def takes_scaled_rows(num_rows: int, dtype: Any, weights: Weight | None, experts
     slots = num_rows * experts.top_k
     if not _sorts_slots(slots, experts.num_experts, kind):
         return False
-    return _sorted_tiles(slots, experts.num_experts, kind).scaled is RowScaling.KERNEL
+    return _sorted_tiles(slots, experts.num_experts, kind).scaled
 
 
 def tiles_for(call: ExpertCall, shared: SharedExperts | None = None) -> MoeTiles:
@@ -410,10 +404,10 @@ def slot_outputs(
     interpret: bool,
 ) -> Float[Array, "NKN D"]:
     """Each slot's expert applied to its row; slots of padding rows are not written. `scaled_x`: the rows scaled, where
-    they are at hand; tiles that scale rows inside do not read them. `first_expert` counts in steps of
-    `stride`: a product of two scalars is a launch where a kernel does not make it. Shared experts are further tiles of
-    the same two kernels, so they add no launch; their outputs are N more rows. They ask for a `stride` of E:
-    `first_expert` is then the layer of the run, which is theirs."""
+    they are at hand; not all tiles read them. `first_expert` counts in steps of `stride`: a product of two scalars is a
+    launch where a kernel does not make it. Shared experts are further tiles of the same two kernels, so they add no
+    launch; their outputs are N more rows. They ask for a `stride` of E: `first_expert` is then the layer of the run,
+    which is theirs."""
     (num_rows, top_k), dim, width = call.ids.shape, call.x.shape[1], call.down.shape[1]
     slots, flat = num_rows * top_k, call.ids.reshape(-1)
     assert shared is None or stride == call.num_experts, "shared experts are found by the layer's number"
@@ -424,10 +418,10 @@ def slot_outputs(
     first = call.first_expert.reshape(1)
     matrices = [call.gate_up, call.down] + ([] if shared is None else [shared.gate_up, shared.down])
     check_weights(*matrices)
-    scaled = None if shared_kind(*matrices) is MatrixKind.NUMBERS else tiles.scaled
+    scaled = tiles.scaled and shared_kind(*matrices) is not MatrixKind.NUMBERS
 
     def prepared(rows: Float[Array, "N D"], tile: Tile) -> Rows:
-        return rows_for_codes(rows, scaled if tile.rows >= FEWEST_ROWS else None, interpret=interpret)
+        return rows_for_codes(rows, interpret=interpret) if scaled and tile.rows >= FEWEST_ROWS else rows
 
     def product(
         kernel: Callable[..., None],
@@ -449,7 +443,6 @@ def slot_outputs(
             biased=call.gate_up_bias is not None,
             num_rows=num_rows,
             shared_chunks=chunks,
-            scaled=scaled,
             interpret=interpret,
         )
         num_tiles = min(slots, slots // tile.rows + call.num_experts) if tiles.sorted_slots else slots
@@ -462,7 +455,7 @@ def slot_outputs(
             name=name,
         )(first, call.valid, flat, counts, order, *given)
 
-    is_scaled = scaled_x is not None and scaled is RowScaling.KERNEL and tiles.gate_up.rows >= FEWEST_ROWS
+    is_scaled = scaled_x is not None and scaled and tiles.gate_up.rows >= FEWEST_ROWS
     x = scaled_x if is_scaled else prepared(call.x, tiles.gate_up)
     gate_up, down = [x, call.gate_up, call.gate_up_bias], [call.down, call.down_bias]
     assert (call.gate_up_bias is None) == (call.down_bias is None), "both products have biases, or none"

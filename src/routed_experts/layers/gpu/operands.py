@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from routed_experts.core.errors import ConfigError
 from routed_experts.layers.gpu.blocks import combine_masks, load_or_zero
 from routed_experts.layers.gpu.packed_codes import RUNS
-from routed_experts.layers.gpu.scaled_rows import ScaledRows, to_float16
+from routed_experts.layers.gpu.scaled_rows import ScaledRows
 from routed_experts.layers.quantized import CODE_VALUES, E2M1, E4M3, INT4, QuantizedWeight, Weight, inputs_of_byte
 
 _OFFSETS = 2**31  # Pallas counts elements in 32 bits with a sign, in arrays of up to _NARROW bytes
@@ -118,30 +118,17 @@ class Inputs:
         return self.first(index, size, unit) + offset, deep
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RowsBlock:
-    """A block of rows, with codes transposed; `inverse`: what its product is multiplied by, where it was scaled."""
-
-    numbers: Float[Array, "T I"] | Float[Array, "I T"]
-    inverse: Float[Array, "1 T"] | None = None
-
-
 def load_rows(
-    x: Any, rows: Array, depth: Array, row_mask: Array | None, deep: Array | None, *, is_coded: bool, is_inside: bool
-) -> RowsBlock:
-    """Those of `row_mask` [T, 1], and inputs `depth`, of which `deep` [I] exist; scaled here if `is_inside`. With codes
-    they are transposed as they are loaded, unless they are scaled here: Triton pipelines no load that it transposes."""
+    x: Any, rows: Array, depth: Array, row_mask: Array | None, deep: Array | None, *, is_coded: bool
+) -> Float[Array, "T I"] | Float[Array, "I T"]:
+    """Those of `row_mask` [T, 1], and inputs `depth`, of which `deep` [I] exist. With codes they are transposed as they
+    are loaded: Triton pipelines no load that it transposes."""
     values = x.values if isinstance(x, ScaledRows) else x
-    is_scaled = is_inside and values.dtype == jnp.bfloat16
-    if is_coded and not is_scaled:
+    if is_coded:
         mask = combine_masks(None if row_mask is None else row_mask.T, None if deep is None else deep[:, None])
-        return RowsBlock(load_or_zero(values.at[rows[None, :], depth[:, None]], mask))
+        return load_or_zero(values.at[rows[None, :], depth[:, None]], mask)
     mask = combine_masks(row_mask, None if deep is None else deep[None, :])
-    numbers = load_or_zero(values.at[rows[:, None], depth[None, :]], mask)
-    if not is_scaled:
-        return RowsBlock(numbers)
-    numbers, inverse = to_float16(numbers)
-    return RowsBlock(numbers.T, inverse[None, :])
+    return load_or_zero(values.at[rows[:, None], depth[None, :]], mask)
 
 
 def load_block(
@@ -171,19 +158,15 @@ def decode(codes: Float[Array, "C I"], mask: Array | None, dtype: Any) -> Float[
     return codes.astype(dtype) if mask is None else jnp.where(mask, codes.astype(dtype), jnp.zeros((), dtype))
 
 
-def block_product(rows: RowsBlock, block: Array, scales: Array | None) -> Float[Array, "T C"] | Float[Array, "C T"]:
-    """The rows times the block [I, C]; or [C, I] of codes, times their `scales` [C, 1], and transposed."""
-    if scales is None:
-        return _dot(rows.numbers, block)
-    return codes_product(rows, block, scales)
+def block_product(rows: Array, block: Array, scales: Array | None) -> Float[Array, "T C"] | Float[Array, "C T"]:
+    """Rows [T, I] times the block [I, C]; or the block [C, I] of codes times rows [I, T] and `scales` [C, 1]."""
+    return _dot(rows, block) if scales is None else codes_product(rows, block) * scales
 
 
-def codes_product(rows: RowsBlock, block: Array, scales: Array | None = None) -> Float[Array, "C T"]:
-    """The values of codes [C, I] times the rows, and times `scales` [C, 1] where they are given."""
-    precision = lax.Precision.HIGHEST if rows.numbers.dtype == jnp.float32 else None
-    product = jnp.dot(block, rows.numbers, precision=precision, preferred_element_type=jnp.float32)
-    product = product if scales is None else product * scales
-    return product if rows.inverse is None else product * rows.inverse
+def codes_product(rows: Float[Array, "I T"], block: Float[Array, "C I"]) -> Float[Array, "C T"]:
+    """The values of codes times the rows."""
+    precision = lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
+    return jnp.dot(block, rows, precision=precision, preferred_element_type=jnp.float32)
 
 
 def end_sums(total: Array, x: Any, weights: Any, rows: Array, row_mask: Array | None) -> Float[Array, "T C"]:

@@ -1,5 +1,5 @@
 """Rows of bfloat16 as float16, each times a power of two, for products with codes: whole rows by the kernel that makes
-them (residual.py) or by one of their own, or the inputs of one step of a sum at a time, inside the product's kernel.
+them (residual.py) or by one of their own; of a product of few rows, by the product's kernel, step by step (sums.py).
 
 A row's largest number is taken to [2^14, 2^15), just below the largest float16, and its sums are multiplied by the
 inverse, which is exact. float16 has more bits than bfloat16, but ends at 2^-24: numbers of a row from 2^-31 of its
@@ -8,7 +8,6 @@ no number of such a row is below 2^-7 then, so all are exact. The same holds for
 
 Dims: N rows, D numbers of a row, T rows of a block, I inputs of a step."""
 
-import enum
 from typing import Any
 
 import jax
@@ -25,16 +24,6 @@ _LARGEST = 14  # exponent of a row's largest number
 _BIAS = 127  # of exponents of float32
 _BLOCK = 4096  # numbers of a block of the kernel
 _MOST_ROWS = 16  # of a block
-
-
-class RowScaling(enum.Enum):
-    """Where rows that come as bfloat16 become float16."""
-
-    KERNEL = "kernel"  # once, by a kernel before the product
-    INSIDE = "inside"  # by each block of the product, step by step
-
-
-CODE_ROWS = RowScaling.KERNEL  # what the tables of tiles choose
 
 
 Rows = Float[Array, "N D"] | ScaledRows
@@ -94,9 +83,7 @@ def scale_rows(x: Float[Array, "N D"], *, interpret: bool) -> ScaledRows:
     )(x)
 
 
-def rows_for_codes(x: Rows, scaled: RowScaling | None, *, interpret: bool) -> Rows:
-    """Scaled if they are bfloat16 and a kernel of their own is asked for, which saves the decoder three of four
-    instructions and adds a launch; float16, float32 and scaled rows need no scaling."""
-    if isinstance(x, ScaledRows) or scaled is not RowScaling.KERNEL or x.dtype != jnp.bfloat16:
-        return x
-    return scale_rows(x, interpret=interpret)
+def rows_for_codes(x: Rows, *, interpret: bool) -> Rows:
+    """Scaled if they are bfloat16, which saves the decoder three of four instructions and adds a launch; float16,
+    float32 and scaled rows need no scaling."""
+    return x if isinstance(x, ScaledRows) or x.dtype != jnp.bfloat16 else scale_rows(x, interpret=interpret)

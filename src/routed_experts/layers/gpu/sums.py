@@ -22,7 +22,6 @@ from jaxtyping import Array, Float, Int
 from routed_experts.layers.gpu.blocks import combine_masks, load_or_zero, power_of_two
 from routed_experts.layers.gpu.operands import (
     Inputs,
-    RowsBlock,
     block_product,
     codes_product,
     decode,
@@ -33,7 +32,7 @@ from routed_experts.layers.gpu.operands import (
     load_rows,
 )
 from routed_experts.layers.gpu.packed_codes import SCALED_UNIT, UNITS, times_scales, unpack_halves
-from routed_experts.layers.gpu.scaled_rows import RowScaling, ScaledRows, power_of_rows
+from routed_experts.layers.gpu.scaled_rows import ScaledRows, power_of_rows
 from routed_experts.layers.quantized import E2M1, QuantizedWeight, Weight, inputs_of_byte
 
 FEWEST_ROWS = 8  # of a product on the tensor cores
@@ -71,18 +70,16 @@ def sum_products(
     real: Array | None,
     *,
     inputs: Inputs,
-    scaled: RowScaling | None = None,
     interpret: bool,
 ) -> list[Float[Array, "T C"]]:
     """Rows of x times one matrix, for each of some sets of columns; float32. `row_mask` [T, 1], `real` [1, C]. Fewer
     rows than a side of the tensor cores' product, which is 8, are multiplied without them."""
     block = _Block(x, weights, matrix, rows, row_mask, columns, real, interpret)
     if rows.shape[0] < FEWEST_ROWS:
-        return _sum_few_rows(block, inputs, is_scaled=scaled is not None)
+        return _sum_few_rows(block, inputs)
     is_coded = isinstance(weights, QuantizedWeight)
-    is_inside = scaled is RowScaling.INSIDE and is_coded
     if is_packed(weights):
-        return _sum_packed(block, inputs, is_inside=is_inside)
+        return _sum_packed(block, inputs)
     size = min(inputs.size, weights.group) if is_coded else inputs.size
     num_groups = math.gcd(inputs.size // size, pl.cdiv(inputs.length, size))  # of a step; 1 if not all have as many
     steps = pl.cdiv(inputs.length, num_groups * size)
@@ -101,8 +98,8 @@ def sum_products(
         (sums, scales), following = carry, load_scales(index + 1)
         for group in range(num_groups):
             depth, deep = inputs.step(index * num_groups + group, size)
-            own = load_rows(x, rows, depth, row_mask, deep, is_coded=is_coded, is_inside=is_inside)
-            blocks = [load_block(weights, matrix, depth, part, deep, real, own.numbers.dtype) for part in columns]
+            own = load_rows(x, rows, depth, row_mask, deep, is_coded=is_coded)
+            blocks = [load_block(weights, matrix, depth, part, deep, real, own.dtype) for part in columns]
             own_scales = scales[group * len(columns) :][: len(columns)]
             products = [block_product(own, *pair) for pair in itertools.zip_longest(blocks, own_scales)]
             sums = tuple(total + part for total, part in zip(sums, products, strict=True))
@@ -114,13 +111,13 @@ def sum_products(
     return [end_sums(total, x, weights, rows, row_mask) for total in sums]
 
 
-def _sum_packed(block: _Block, inputs: Inputs, *, is_inside: bool) -> list[Float[Array, "T C"]]:
+def _sum_packed(block: _Block, inputs: Inputs) -> list[Float[Array, "T C"]]:
     """The same with codes of 4 bits. A step is as many pairs of runs, up to the size that is asked for, as make steps
     of one length, so that no load needs a mask (1, 3 or 5 of the 45 pairs of 2880 inputs), and that are whole groups or
     a part of one. Rows of bfloat16 are multiplied by codes of e2m1 times their scales, which bfloat16 holds."""
     weights, columns, run = block.weights, block.columns, block.weights.run
-    pair, is_rescaled = 2 * run, is_inside or isinstance(block.x, ScaledRows)
-    has_scaled_codes = weights.format == E2M1 and block.x.dtype == jnp.bfloat16 and not is_rescaled
+    pair, is_rescaled = 2 * run, isinstance(block.x, ScaledRows)
+    has_scaled_codes = weights.format == E2M1 and not is_rescaled and block.x.dtype == jnp.bfloat16
     unit = SCALED_UNIT if has_scaled_codes else UNITS[weights.format]
     sizes = [size for size in range(pair, max(inputs.size, pair) + 1, pair) if inputs.length % size == 0]
     size = max(size for size in sizes if 0 in (size % weights.group, weights.group % size))
@@ -140,14 +137,14 @@ def _sum_packed(block: _Block, inputs: Inputs, *, is_inside: bool) -> list[Float
             for start in starts
         )
 
-    def products(runs: list[RowsBlock], codes: Array, scales: list[Array]) -> Iterator[Array]:
+    def products(runs: list[Array], codes: Array, scales: list[Array]) -> Iterator[Array]:
         """What a pair adds to the sums of a set of columns."""
         if has_scaled_codes:
             halves = times_scales(codes, scales, interpret=block.interpret)
             yield from (codes_product(own, half) for own, half in zip(runs, halves, strict=True))
             return
         halves = unpack_halves(codes, weights.format, interpret=block.interpret)
-        both = [codes_product(own, half.astype(own.numbers.dtype)) for own, half in zip(runs, halves, strict=True)]
+        both = [codes_product(own, half.astype(own.dtype)) for own, half in zip(runs, halves, strict=True)]
         sums = both if len(scales) == 2 else [both[0] + both[1]]
         yield from (own * scale for own, scale in zip(sums, scales, strict=True))
 
@@ -156,7 +153,7 @@ def _sum_packed(block: _Block, inputs: Inputs, *, is_inside: bool) -> list[Float
         first, first_byte = inputs.first(index, size), inputs.first(index, size, 2)
         for offset in range(0, size, pair):
             runs = [
-                load_rows(block.x, block.rows, depth, block.row_mask, None, is_coded=True, is_inside=is_inside)
+                load_rows(block.x, block.rows, depth, block.row_mask, None, is_coded=True)
                 for depth in (first + offset + jnp.arange(run), first + offset + run + jnp.arange(run))
             ]
             depth = first_byte + offset // 2 + jnp.arange(run)
@@ -171,11 +168,11 @@ def _sum_packed(block: _Block, inputs: Inputs, *, is_inside: bool) -> list[Float
     return [end_sums(_times(total, unit), block.x, weights, block.rows, block.row_mask) for total in sums]
 
 
-def _sum_few_rows(block: _Block, inputs: Inputs, *, is_scaled: bool) -> list[Float[Array, "T C"]]:
-    """The same of few rows, number by number in float32, whose products are exact. Every code is decoded once. If
-    `is_scaled`, rows of bfloat16 are scaled so that a step neither overflows nor underflows, in float32 too. A step may
-    be all inputs: Triton overlaps no loads of steps without a product on the tensor cores, so all that a block has in
-    flight is one step, or the steps of an unrolled loop."""
+def _sum_few_rows(block: _Block, inputs: Inputs) -> list[Float[Array, "T C"]]:
+    """The same of few rows, number by number in float32, whose products are exact. Every code is decoded once. Rows of
+    bfloat16 are scaled so that a step neither overflows nor underflows, in float32 too. A step may be all inputs:
+    Triton overlaps no loads of steps without a product on the tensor cores, so all that a block has in flight is one
+    step, or the steps of an unrolled loop."""
     weights, columns, x, row_mask = block.weights, block.columns, block.x, block.row_mask
     assert isinstance(weights, QuantizedWeight) and not isinstance(x, ScaledRows), "few rows are multiplied by codes"
     size = min(inputs.size, power_of_two(inputs.length))
@@ -190,7 +187,7 @@ def _sum_few_rows(block: _Block, inputs: Inputs, *, is_scaled: bool) -> list[Flo
     def load_row(row: Array, is_real: Array | None, depth: Array, deep: Array | None) -> tuple[Array, Array | None]:
         """Inputs of a row [1, I], and what its sums are multiplied by."""
         own = load_or_zero(x.at[row, depth], combine_masks(is_real, deep)).astype(jnp.float32)
-        power, inverse = power_of_rows(own) if is_scaled and x.dtype == jnp.bfloat16 else (None, None)
+        power, inverse = power_of_rows(own) if x.dtype == jnp.bfloat16 else (None, None)
         return (own if power is None else own * power)[None, :], inverse
 
     def step(index: Any, totals: tuple[Array, ...]) -> tuple[Array, ...]:
