@@ -10,9 +10,10 @@ OLMoE-1B-7B's shapes: all matrices of layers in e4m3, or experts alone in 4 bits
     python benchmarks/quantized_step.py --small      # does it run
 
 Both engines are in one process, and their runs take turns; capture is on and asked, and of the codes' engine off too.
-A step is the median over a run's steps, as in step.py; a ratio is the median over neighbouring runs. The floor is the
-bytes that a step must read over --bandwidth: codes have one or half a one, scales four a block of 128 x 128, or two a
-group of 32. A run whose logprobs are not finite fails."""
+With codes of 4 bits the plain weights are the numbers of the codes, so that both route alike; in FP8 each engine has
+its own random weights. A step is the median over a run's steps, as in step.py; a ratio is the median over neighbouring
+runs. The floor is the bytes that a step must read over --bandwidth: codes have one or half a one, scales four a block
+of 128 x 128, or two a group of 32. A run whose logprobs are not finite fails."""
 
 import argparse
 import dataclasses
@@ -25,14 +26,27 @@ import jax
 import numpy as np
 from common import HF_CONFIG, Prompts, print_table, progress, write_result
 from family_configs import PUBLISHED, read_family, step_bytes
+from flax import nnx
 from step import QWEN3_30B_A3B, Run, drive, experts_a_step
 
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS
 from routed_experts.engine.build.builder import build_engine
 from routed_experts.engine.control.components import EngineComponents
-from routed_experts.layers.quantized import BFLOAT16, E2M1, E4M3, FLOAT32, INT4, inputs_of_byte, packed_run
+from routed_experts.layers.kernels import Kernels
+from routed_experts.layers.quantized import (
+    BFLOAT16,
+    E2M1,
+    E4M3,
+    FLOAT32,
+    INT4,
+    SCALE,
+    QuantizedWeight,
+    inputs_of_byte,
+    packed_run,
+)
 from routed_experts.models.decoder.code_selection import CodeSupport, fit_stacks, select_codes
+from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.layer_params import ParamKind
 from routed_experts.models.model_folder import ModelFolder
@@ -51,7 +65,7 @@ MODELS = {
 
 
 def build(folder: Path, args: argparse.Namespace) -> dict[str, EngineComponents]:
-    """The engines; those of codes have their own random weights of the same distribution."""
+    """The engines."""
     longest = args.prompt + args.new + 16
     server = {
         "model_path": str(folder),
@@ -64,18 +78,26 @@ def build(folder: Path, args: argparse.Namespace) -> dict[str, EngineComponents]
         "skip_tokenizer_init": True,
     }
     asked = {"enable_return_routed_experts": True}
-    plain = ModelFolder.open(folder, load_format="dummy").load(jax.numpy.dtype(args.dtype))
-    engines = {"plain": build_engine(ServerArgs(**server, **asked), model=plain)}
-    engines["codes"] = build_coded(folder, ServerArgs(**server, **asked), args.form, all_matrices=args.all_matrices)
-    if not args.without_off:
-        engines[OFF] = build_coded(folder, ServerArgs(**server), args.form, all_matrices=args.all_matrices)
-    return engines
+    on, off = ServerArgs(**server, **asked), ServerArgs(**server)
+    dtype = jax.numpy.dtype(args.dtype)
+    coded = None
+    if args.form == FP8_BLOCK:
+        plain = ModelFolder.open(folder, load_format="dummy").load(dtype)
+    else:
+        kernels, coded = load_packed(folder, on, args.form, all_matrices=args.all_matrices)
+        plain = with_numbers(folder, coded, kernels, dtype)
 
-
-def build_coded(folder: Path, server: ServerArgs, form: str, *, all_matrices: bool) -> EngineComponents:
-    """An engine of codes."""
-    if form == FP8_BLOCK:
+    def build_coded(server: ServerArgs) -> EngineComponents:
+        if coded is not None:
+            return build_engine(server, model=coded)
         return build_engine(dataclasses.replace(server, quantization=FP8_BLOCK), load_format="dummy")
+
+    engines = {"plain": build_engine(on, model=plain), "codes": build_coded(on)}
+    return engines if args.without_off else engines | {OFF: build_coded(off)}
+
+
+def load_packed(folder: Path, server: ServerArgs, form: str, *, all_matrices: bool) -> tuple[Kernels, FamilyDecoder]:
+    """The kernels that are chosen, and a model of random codes of 4 bits as they read them."""
     model = ModelFolder.open(folder, load_format="dummy")
     kernels, _ = DEFAULT_BACKENDS.choose(server, model.config.needs, platform=jax.default_backend())
     support = CodeSupport(
@@ -100,7 +122,32 @@ def build_coded(folder: Path, server: ServerArgs, form: str, *, all_matrices: bo
         ]
         layers.append(dataclasses.replace(layer, coded=tuple(packed)))
     coded = model.coded_as(fit_stacks(dataclasses.replace(model.config, layers=tuple(layers)), support))
-    return build_engine(server, model=coded.load(jax.numpy.dtype(server.dtype)))
+    return kernels, coded.load(jax.numpy.dtype(server.dtype))
+
+
+def with_numbers(folder: Path, coded: FamilyDecoder, kernels: Kernels, dtype: jax.numpy.dtype) -> FamilyDecoder:
+    """The model without codes, whose matrices are the numbers of those of `coded`, in that dtype; it shares all other
+    arrays."""
+    graphdef, state = nnx.split(ModelFolder.open(folder, load_format="dummy").load(dtype))
+    held = dict(nnx.to_flat_state(nnx.state(coded)))
+
+    @jax.jit
+    def numbers(codes: jax.Array, scales: jax.Array) -> jax.Array:
+        def matrix(pair: tuple[jax.Array, jax.Array]) -> jax.Array:  # one at a time: float32 is twice as large
+            own = (part[None] for part in pair)
+            weight = QuantizedWeight.create(*own, outputs_first=kernels.outputs_first, runs=kernels.code_runs)
+            return weight.dequantize()[0].astype(dtype)
+
+        return jax.lax.map(matrix, (codes, scales))
+
+    leaves = []
+    for (*parents, name), leaf in nnx.to_flat_state(state):
+        array, scales = held[*parents, name][...], held.get((*parents, f"{name}{SCALE}"))
+        count = leaf.shape[0]  # a stack of codes may be padded
+        leaves.append(
+            ((*parents, name), leaf.replace(array if scales is None else numbers(array[:count], scales[:count])))
+        )
+    return nnx.merge(graphdef, nnx.from_flat_state(leaves))
 
 
 def weight_bytes(engine: EngineComponents) -> int:

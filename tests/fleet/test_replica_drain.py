@@ -12,6 +12,7 @@ from routed_experts.core.errors import EngineDeadError
 from routed_experts.fleet import replica as module
 from routed_experts.fleet.start import SHUTDOWN_MARGIN_S
 from support.engines import SMALL
+from support.fleet_process import wait_until
 from support.http_server import running
 
 
@@ -147,12 +148,10 @@ def test_a_drain_ends_the_requests_of_an_engine(tiny_checkpoint, monkeypatch, ki
             engine.thread.post(hold)
         assert began.wait(30.0) and engine.thread.runs_command == (kind == "command")
         call = pool.submit(server.post, "/v1/completions", {"prompt": "ab", "max_tokens": 100})
-        while not engine.thread.num_pending_commands:
-            continue
+        wait_until(lambda: engine.thread.num_pending_commands, pause=0.01)
         drained = asyncio.run_coroutine_threadsafe(module.drain(server.state, server.middleware.idle, 0.0), server.loop)
         if kind == "step that ends":
-            while engine.thread.num_pending_commands < 2:  # the request, and the end of all
-                continue
+            wait_until(lambda: engine.thread.num_pending_commands == 2, pause=0.01)  # the request, and the end of all
             leave.set()
         drained.result(60.0)
         assert server.middleware.idle.is_set()
