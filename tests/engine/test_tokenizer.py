@@ -152,6 +152,8 @@ def test_tokenizer_json_alone_is_enough(tmp_path):
         ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "chat template of .*tokenizer_config.json"),
         ("chat_template.jinja", "{% for %}", "chat template of .*chat_template.jinja"),
         ("generation_config.json", '{"eos_token_id": "2"}', "generation_config.json: eos_token_id='2'"),
+        ("generation_config.json", '{"eos_token_id": [2, -1]}', r"eos_token_id=\[2, -1\].*ids from 0 to 2147483647"),
+        ("generation_config.json", '{"eos_token_id": 2147483648}', "eos_token_id=2147483648.*ids from 0"),
     ],
 )
 def test_bad_file_is_named(tmp_path, name, text, match):
@@ -214,6 +216,12 @@ def test_template_file_wins_over_the_config_and_named_ones_give_their_default(tm
     edit(folder, "tokenizer_config.json", chat_template=named)
     assert Tokenizer.from_directory(folder).apply_chat_template(MESSAGES) == "plain"
     assert Tokenizer.from_directory(folder).apply_chat_template(MESSAGES, tools=[{"name": "t"}]) == "tools"
+    edit(folder, "tokenizer_config.json", chat_template={item["name"]: item["template"] for item in named})
+    assert Tokenizer.from_directory(folder).apply_chat_template(MESSAGES) == "plain"
+    edit(folder, "tokenizer_config.json", chat_template=named[:1])
+    assert Tokenizer.from_directory(folder).apply_chat_template(MESSAGES, tools=[{"name": "t"}]) == "tools"
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        Tokenizer.from_directory(folder).apply_chat_template(MESSAGES)
     (folder / "chat_template.jinja").write_text("from the file {{ eos_token }}")
     assert Tokenizer.from_directory(folder).apply_chat_template(MESSAGES) == "from the file <|im_end|>"
     (folder / "additional_chat_templates").mkdir()
@@ -254,6 +262,10 @@ def test_templates_render_as_in_transformers():
         "{% if tools is defined and tools %}{{ tools }}{% endif %}{{ missing }}"
         + "{{ strftime_now('%Y')|length }}{{ dict(a=1).items()|list }}",
         "{% macro show(m) %}[{{ m.role }}]{% endmacro %}" + each + "{{ show(m) }}{% endfor %}",
+        "{% set n = 1 %}"
+        + each
+        + "{{ m.role }}\n{% generation %}\n{% set n = 2 %}{{ n }}{{ m.content }}\n{%- endgeneration %}{{ n }}"
+        + "{% endfor %}",
     ]
     for source in sources:
         oracle, _ = render_jinja_template([MESSAGES], chat_template=source, add_generation_prompt=True)

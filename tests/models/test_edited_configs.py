@@ -304,6 +304,23 @@ def test_ids_that_end_a_sequence_may_stand_in_the_text_section(tmp_path):
     assert ids(inner) == {5, 7, 9}
 
 
+def test_ling_says_in_either_way_which_part_of_a_head_is_rotated(tmp_path):
+    """The files of Ling-1T name dims; defaults are those of the published configuration class."""
+    Oracle(CASES["BailingMoeV2"], tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    half, head_dim = parse("BailingMoeV2", values), values["hidden_size"] // values["num_attention_heads"]
+    named = {key: value for key, value in values.items() if key != "partial_rotary_factor"} | {
+        "rotary_dim": head_dim // 2
+    }
+    assert parse("BailingMoeV2", named) == half == parse("BailingMoeV2", values | {"rotary_dim": head_dim // 2})
+    with pytest.raises(CheckpointError, match=f"rotary_dim={head_dim}.*partial_rotary_factor"):
+        parse("BailingMoeV2", values | {"rotary_dim": head_dim})
+    rest = {key: value for key, value in values.items() if key not in ("rope_theta", "routed_scaling_factor")}
+    assert parse("BailingMoeV2", rest) == parse(
+        "BailingMoeV2", values | {"rope_theta": 6e5, "routed_scaling_factor": 1.0}
+    )
+
+
 @pytest.mark.parametrize("key", ["-1", "x", "2", "01"])
 def test_layers_of_gemma_4_that_do_not_exist_are_refused(key):
     values = json.loads(transformers.Gemma4TextConfig(**{**SIZES, **CASES["Gemma4"].config}).to_json_string())

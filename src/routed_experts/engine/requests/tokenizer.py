@@ -220,7 +220,8 @@ class Tokenizer:
         may have a template of its own for messages with tools.
 
         `scalars` are further variables of the template, such as enable_thinking; names and values are checked."""
-        if self._template is None:
+        template = self._tool_template if tools and self._tool_template is not None else self._template
+        if template is None:
             raise InvalidRequestError(
                 "messages are given, but the checkpoint has no chat template; send a prompt", param="messages"
             )
@@ -237,7 +238,6 @@ class Tokenizer:
                     param="chat_template_kwargs",
                 )
         variables = {**(scalars or {}), **self.named_tokens, "messages": messages, "tools": tools}
-        template = self._tool_template if tools and self._tool_template is not None else self._template
         return template.render({**variables, "add_generation_prompt": add_generation_prompt})
 
 
@@ -293,6 +293,7 @@ class ChatTemplate:
 def _sandbox(jinja: Any) -> Any:
     """Jinja as Hugging Face sets it up, without a loader; an unsafe attribute raises at once instead of being empty."""
     sandbox, utils = importlib.import_module("jinja2.sandbox"), importlib.import_module("jinja2.utils")
+    extensions, nodes = importlib.import_module("jinja2.ext"), importlib.import_module("jinja2.nodes")
     security_error, template_error = jinja.exceptions.SecurityError, jinja.exceptions.TemplateError
 
     class Sandbox(sandbox.ImmutableSandboxedEnvironment):
@@ -325,7 +326,18 @@ def _sandbox(jinja: Any) -> Any:
     ) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    class Generation(extensions.Extension):
+        """`{% generation %}` marks what an assistant wrote, for a trainer's masks; here it is rendered as it is."""
+
+        tags = frozenset({"generation"})
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    own = ["jinja2.ext.loopcontrols", Generation]
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=own)
     environment.filters["tojson"] = tojson
     environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now, namespace=Namespace)
     return environment
@@ -340,12 +352,13 @@ def _find_template(folder: Path, settings: Mapping[str, object], name: str) -> C
         return ChatTemplate(file.read_text(encoding="utf-8"), file)
     source, origin = settings.get("chat_template"), folder / "tokenizer_config.json"
     if isinstance(source, list):  # [{"name": "default", "template": ...}, {"name": "tool_use", ...}]
-        named = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
-        source = named.get(name, named.get("default"))
+        source = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
+    if isinstance(source, dict):
+        source = source.get(name, source.get("default"))
     if source is not None and not isinstance(source, str):
         kind = type(source).__name__
         raise CheckpointError(
-            f"{origin}: chat_template is a {kind}; expected a string or a list of named ones; correct it"
+            f"{origin}: chat_template is a {kind}; expected a string, or named ones in an object or a list; correct it"
         )
     return None if source is None else ChatTemplate(source, origin)
 

@@ -154,13 +154,15 @@ def parse_architecture(config: Mapping[str, object]) -> str:
 
 def read_eos_token_ids(folder: Path) -> frozenset[int]:
     """The ids that end a sequence, as generation_config.json and config.json of a checkpoint name them; where the
-    latter names none, those of its text_config."""
+    latter names none, those of its text_config. Raises CheckpointError for an id that is negative or above 2^31 - 1."""
     ids: set[int] = set()
     for file in (folder / "generation_config.json", folder / "config.json"):
         if file.exists():
             reader = ConfigReader(read_json_object(file), file)
             named = reader if reader.has("eos_token_id") else reader.section("text_config")
-            ids.update(named.ints("eos_token_id", default=()))
+            own = named.ints("eos_token_id", default=())
+            named.require(all(0 <= id < 2**31 for id in own), "eos_token_id", "ids from 0 to 2147483647")
+            ids.update(own)
     return frozenset(ids)
 
 

@@ -28,6 +28,11 @@ class Rotary:
     context_length: int | None = None
 
 
+def read_rotated_share(reader: ConfigReader, head_dim: int) -> float:
+    """The share of a head's dims that `rotary_dim` says are rotated; 1 without the key."""
+    return reader.int("rotary_dim", minimum=2, maximum=head_dim, default=head_dim) / head_dim
+
+
 def read_rotary(
     reader: ConfigReader,
     head_dim: int,

@@ -5,7 +5,7 @@ bring code, which is never run: the architecture is written here."""
 import dataclasses
 
 from routed_experts.models.base.config_reader import ConfigReader
-from routed_experts.models.base.rotary_reader import read_rotary
+from routed_experts.models.base.rotary_reader import read_rotary, read_rotated_share
 from routed_experts.models.decoder.expert_names import ExpertNames
 from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec
 from routed_experts.models.decoder.feed_forward import Dense, Sparse
@@ -20,14 +20,18 @@ _EXPERTS = ExpertNames(selection_bias="mlp.gate.expert_bias")
 
 
 def read_bailing_moe_v2(reader: ConfigReader) -> FamilyConfig:
-    """Read config.json of Ling-mini-2.0, Ling-flash-2.0 or Ling-1T."""
+    """Read config.json of Ling-mini-2.0, Ling-flash-2.0 or Ling-1T. The first two say which part of a head is rotated
+    as `partial_rotary_factor`, Ling-1T as `rotary_dim`."""
     sizes = read_sizes(reader)
-    rotary = read_rotary(reader, sizes.head_dim, part=1.0)
+    share = read_rotated_share(reader, sizes.head_dim)
+    rotary = read_rotary(reader, sizes.head_dim, theta=6e5, part=share)
+    agree = not reader.has("rotary_dim") or 2 * len(rotary.spec.inverse) == round(share * sizes.head_dim)
+    reader.require(agree, "rotary_dim", "the part of head_dim that partial_rotary_factor says, or no such key")
     for key in ("use_bias", "use_qkv_bias", "use_sliding_window"):
         refuse(reader, key)
     refuse(reader, "use_qk_norm", allowed=(True,), default=True)
     refuse(reader, "moe_router_enable_expert_bias", allowed=(True,), default=True)
-    router = read_biased_router(reader, num_groups=8, topk_group=4, scale=2.5, key="num_experts")
+    router = read_biased_router(reader, num_groups=8, topk_group=4, scale=1.0, key="num_experts")
     attention = dataclasses.replace(sizes.attention(rotary.spec), qk_norm="head", names=_ATTENTION)
     width, dense = reader.int("moe_intermediate_size", minimum=1), reader.int("intermediate_size", minimum=1)
     shared = reader.int("moe_shared_expert_intermediate_size", minimum=1, default=width)

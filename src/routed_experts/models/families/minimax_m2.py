@@ -5,7 +5,7 @@ import dataclasses
 
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.models.base.config_reader import ConfigReader
-from routed_experts.models.base.rotary_reader import read_rotary
+from routed_experts.models.base.rotary_reader import read_rotary, read_rotated_share
 from routed_experts.models.decoder.expert_names import ExpertNames
 from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec
 from routed_experts.models.decoder.feed_forward import Sparse
@@ -24,8 +24,7 @@ _NAMES = ExpertNames(
 def read_minimax_m2(reader: ConfigReader) -> FamilyConfig:
     """Read config.json of MiniMax-M2."""
     sizes = read_sizes(reader)
-    part = reader.int("rotary_dim", minimum=2, maximum=sizes.head_dim, default=sizes.head_dim) / sizes.head_dim
-    rotary = read_rotary(reader, sizes.head_dim, theta=5e6, part=part)
+    rotary = read_rotary(reader, sizes.head_dim, theta=5e6, part=read_rotated_share(reader, sizes.head_dim))
     refuse(reader, "use_qk_norm", allowed=(True,), default=True)
     reader.str("qk_norm_type", default="per_layer", choices=("per_layer",))
     experts, top_k = read_experts(reader, key="num_local_experts", scoring="sigmoid", methods=("noaux_tc",))
