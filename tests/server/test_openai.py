@@ -287,6 +287,14 @@ def test_ids_of_prompt_and_answer_are_returned_on_request(engine, server):
     )
 
 
+def test_a_stream_without_generated_tokens_has_the_ids_of_the_prompt(engine, server):
+    body = {"prompt": PROMPT, "max_tokens": 0, "return_token_ids": True}
+    ids = engine.tokenizer.encode(PROMPT)
+    for echo, chunks in ((echo, stream(server, "/v1/completions", body | {"echo": echo})) for echo in (False, True)):
+        choices = [choice for chunk in chunks for choice in chunk["choices"] if "prompt_token_ids" in choice]
+        assert [choice["prompt_token_ids"] for choice in choices] == [ids] and choices[0]["token_ids"] == [], echo
+
+
 def test_ids_of_a_chat_prompt_stand_where_vllm_has_them(engine, server):
     output = chat(server, return_token_ids=True)
     prompt = output["prompt_token_ids"]

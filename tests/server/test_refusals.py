@@ -576,6 +576,18 @@ def test_a_query_parameter_without_effect_is_named_and_a_typo_refused(server, en
         assert strict.client.get(url).status_code == 200 and strict.client.delete(url).status_code == 204
 
 
+@pytest.mark.parametrize("path", ["/abort_request", "/pause_generation", "/continue_generation", "/resume"])
+def test_routes_that_control_the_engine_name_fields_without_effect(server, path):
+    body = {"user": "me"} | ({"rid": "no call"} if path == "/abort_request" else {})
+    body |= {"mode": "in_place"} if path == "/pause_generation" else {}
+    try:
+        response = server.post(f"{path}?beta=true", body)
+        assert response.status_code == 200 and response.headers["x-ignored-params"] == "user, beta"
+        assert "x-ignored-params" not in server.post(path, body | {"user": None}).headers
+    finally:
+        server.post("/continue_generation", {})
+
+
 @pytest.mark.parametrize("path", ["/", "/version", "/openapi.json"])
 def test_routes_without_parameters_treat_a_query_as_all_routes_do(server, engine, path):
     plain, named = server.client.get(path), server.client.get(f"{path}?x=1")

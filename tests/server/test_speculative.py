@@ -80,6 +80,8 @@ def test_a_value_that_is_no_bool_is_refused_and_other_requests_go_on(server, val
         ("/generate", {"input_ids": [1, 2], "sampling_params": {"speculative": value}}),
         ("/v1/completions", {"model": "tiny", "prompt": "a", "speculative": value}),
         ("/v1/chat/completions", {"model": "tiny", "messages": [], "speculative": value}),
+        ("/v1/messages", DIALECTS["/v1/messages"] | {"speculative": value}),
+        ("/v1/responses", DIALECTS["/v1/responses"] | {"speculative": value}),
     ):
         assert parse_error(server.post(path, body), 400)["param"] == "speculative", (path, value)
     assert server.post("/generate", BODY).status_code == 200
@@ -212,6 +214,26 @@ def test_two_salts_with_one_extra_key_share_nothing(remembering, path):
         error = response.json()["error"]
         assert (response.status_code, "above the limit of 4096" in error["message"]) == (400, True)
         assert error["param"] == param
+
+
+@pytest.mark.parametrize("path", [path for path in DIALECTS if path.startswith("/v1/")])
+def test_a_call_without_drafts_is_no_draft_of_another(remembering, path):
+    engine, server = remembering
+    body = DIALECTS[path] | {"ignore_eos": True}
+    assert num_namespaces(engine, server, path, [body | {"speculative": False}]) == 0
+    assert num_namespaces(engine, server, path, [body | {"speculative": True}]) == 1
+
+
+def test_an_answer_is_handed_in_for_the_salt_of_calls(remembering):
+    """Two names of one key; a field that is not known may have meant the namespace."""
+    engine, server = remembering
+    rollout = {"prompt_ids": [5, 9, 3], "output_ids": [1, 2, 4]}
+    assert num_namespaces(engine, server, "/remember_rollouts", [rollout | {"cache_salt": "a"}] * 2) == 1
+    assert num_namespaces(engine, server, "/remember_rollouts", [rollout, rollout | {"cache_salt": "a"}]) == 2
+    same = [{"cache_salt": "a"}, {"extra_key": "a"}]
+    assert num_namespaces(engine, server, "/remember_rollouts", [rollout | key for key in same]) == 1
+    error = parse_error(server.post("/remember_rollouts", rollout | {"user": "a"}), 400)
+    assert (error["param"], error["code"]) == ("user", "unknown_field")
 
 
 def test_the_salt_of_a_call_is_of_all_its_prompts(remembering):

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 
 from routed_experts.server.admin import control_routes, info_routes, memory_routes, refused_routes, vllm_routes
 from routed_experts.server.anthropic import messages
-from routed_experts.server.body import check_query, ignored_params_header, json_response
+from routed_experts.server.body import check_query, fields_without_effect, ignored_params_header, json_response
 from routed_experts.server.middleware import RequestMiddleware, check_admin, random_id
 from routed_experts.server.openai.chat import chat_completions
 from routed_experts.server.openai.completions import completions
@@ -237,6 +237,7 @@ def _endpoint(entries: list[Entry], server: ServerState) -> Callable[[Request], 
             check_admin(request)
         ignored = check_query(request.query_params.keys(), known, strict=server.settings.strict_fields)
         response = await entry.handler(request, server)
+        ignored = [*fields_without_effect(request), *ignored]
         if ignored:
             server.metrics.ignored(ignored)
             in_body = [name for name in response.headers.get("X-Ignored-Params", "").split(", ") if name]

@@ -102,6 +102,7 @@ _SHAPES: Mapping[str, str] = MappingProxyType({"messages": '[{"role": "user", "c
 _RESERVED = ("routed_", "return_rout")
 _NUMBERS = ("temperature", "top_p", "min_p")  # fields that some clients send as text, such as "0.5"
 _NUMBER = re.compile(r"-?[0-9]{1,20}(\.[0-9]{1,20})?([eE]-?[0-9]{1,2})?")
+_WITHOUT_EFFECT = "routed_experts.fields_without_effect"  # of the scope of a request
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 # The quantifier is possessive, so that a string without an end is scanned once.
 _BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
@@ -133,6 +134,21 @@ async def read_body(
         text = f"content-type is {media[:60]!r}, not application/json; send the header Content-Type: application/json"
         raise ApiError(text, status=415, code="unsupported_media_type")
     return await run_in_thread_if_large(len(raw), lambda: _decode(raw, kind, strict=settings.strict_fields))
+
+
+async def read_control(
+    request: Request, kind: type[_Struct], settings: ServerSettings, *, allow_empty: bool = False
+) -> _Struct:
+    """Read the JSON body of a route that makes no answer; the endpoint reports the fields without effect. Raises as
+    `read_body`."""
+    body = await read_body(request, kind, settings, allow_empty=allow_empty)
+    request.scope[_WITHOUT_EFFECT] = body.ignored
+    return body.value
+
+
+def fields_without_effect(request: Request) -> list[str]:
+    """Return the fields that `read_control` met in the body of this request, and that have no effect."""
+    return request.scope.get(_WITHOUT_EFFECT, [])
 
 
 async def read_raw(request: Request, settings: ServerSettings) -> bytes:

@@ -222,6 +222,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
+    speculative: bool | None = None
     top_logprobs: int | None = None
     text: ResponsesText | None = None
     reasoning: ResponsesReasoning | None = None
@@ -302,6 +303,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     min_p: float | None = None
     seed: int | None = None
     ignore_eos: bool | None = None
+    speculative: bool | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     container: str | dict[str, Any] | None = None
@@ -444,13 +446,15 @@ class WakeUpRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class RememberRolloutsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /remember_rollouts: an answer to a prompt, as a draft of later ones. `seed` and `choice` (its index among n)
-    are those of the requests that follow it from the start; without a seed those of temperature 0."""
+    are those of the requests that follow it from the start; without a seed those of temperature 0. Unknown fields are
+    refused: one of them may have meant the namespace."""
 
     prompt_ids: list[int]
     output_ids: list[int]
     seed: int | None = None
     choice: int | None = None
     extra_key: str | None = None
+    cache_salt: str | None = None
 
 
 class UpdateWeightsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

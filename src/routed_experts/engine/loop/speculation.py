@@ -347,11 +347,13 @@ class Speculation:
         """What the drafter proposes for a request; empty where it may not have drafts, or the drafter fails."""
         reason = "drafter_off" if self.is_off else _refusal(req)
         if reason is None:
-            most = min(req.max_drafts, self._limits.num_drafts)
+            most, failures = min(req.max_drafts, self._limits.num_drafts), self._num_failures
             if most > 0 and self._index(req):
                 draft = self._checked(req, most)
                 if draft is not None and draft.tokens.size:
                     return draft
+            if self._num_failures > failures:  # counted as such
+                return NO_DRAFT
             reason = "no_match" if most > 0 else "length"
         self.totals.skipped[reason] += 1
         return NO_DRAFT

@@ -3,6 +3,7 @@
 A path in a request is resolved under --weights-root, or refused."""
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
 from starlette.requests import Request
@@ -10,9 +11,10 @@ from starlette.responses import Response
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PARAM, CheckpointError, InvalidRequestError, WeightsMismatchError, field_names
+from routed_experts.core.extra_key import combine_keys
 from routed_experts.core.weight_version import WeightVersion, to_label
 from routed_experts.engine.async_engine import AsyncEngine
-from routed_experts.server.body import json_response, read_body
+from routed_experts.server.body import json_response, read_control
 from routed_experts.server.errors import ApiError
 from routed_experts.server.generation_handler import to_seed
 from routed_experts.server.protocol import (
@@ -50,23 +52,23 @@ def parse_drafts(request: Request) -> bool:
 
 async def remember_rollouts(request: Request, server: ServerState) -> Response:
     """Take an answer to a prompt as a draft of later ones."""
-    body = await read_body(request, RememberRolloutsRequest, server.settings)
-    rollout = body.value
+    strict = dataclasses.replace(server.settings, strict_fields=True)  # a field that is lost may be the namespace
+    rollout = await read_control(request, RememberRolloutsRequest, strict)
     await asyncio.to_thread(
         server.accepting_engine.engine.remember_rollouts,
         rollout.prompt_ids,
         rollout.output_ids,
         seed=to_seed(rollout.seed),
         choice=rollout.choice or 0,
-        extra_key=rollout.extra_key,
+        extra_key=combine_keys(rollout.extra_key, rollout.cache_salt),
     )
     return json_response({"success": True})
 
 
 async def abort_request(request: Request, server: ServerState) -> Response:
     """End one call, or all, with what they have."""
-    body = await read_body(request, AbortRequest, server.settings, allow_empty=True)
-    rid, abort_all = body.value.rid or None, body.value.abort_all is True
+    body = await read_control(request, AbortRequest, server.settings, allow_empty=True)
+    rid, abort_all = body.rid or None, body.abort_all is True
     if (rid is None) != abort_all:
         raise InvalidRequestError("send either rid, or abort_all true", param="rid")
     engine = server.accepting_engine
@@ -77,8 +79,8 @@ async def abort_request(request: Request, server: ServerState) -> Response:
 
 async def pause_generation(request: Request, server: ServerState) -> Response:
     """Hold generation; new requests queue until it continues."""
-    body = await read_body(request, PauseRequest, server.settings, allow_empty=True)
-    mode = body.value.mode or "abort"
+    body = await read_control(request, PauseRequest, server.settings, allow_empty=True)
+    mode = body.mode or "abort"
     await pause_engine(server, server.accepting_engine, mode)
     return json_response({"success": True, "status": "ok", "message": "generation is paused", "mode": mode})
 
@@ -94,14 +96,14 @@ async def pause_engine(server: ServerState, engine: AsyncEngine, mode: str) -> N
 
 async def continue_generation(request: Request, server: ServerState) -> Response:
     """End a pause."""
-    await read_body(request, ContinueRequest, server.settings, allow_empty=True)
+    await read_control(request, ContinueRequest, server.settings, allow_empty=True)
     await asyncio.to_thread(server.accepting_engine.engine.resume)
     return json_response({"success": True, "status": "ok", "message": "generation continues"})
 
 
 async def update_weights_from_disk(request: Request, server: ServerState) -> Response:
     """Serve the weights of another checkpoint of the same model; a refused one leaves the old ones serving."""
-    fields = (await read_body(request, UpdateWeightsRequest, server.settings)).value
+    fields = await read_control(request, UpdateWeightsRequest, server.settings)
     check_load_options(fields)
     version = await update_from_folder(
         server,
@@ -151,10 +153,10 @@ async def update_from_folder(
 
 async def update_weight_version(request: Request, server: ServerState) -> Response:
     """Set the label of the served weights; also the same one again, which counts as an update."""
-    body = await read_body(request, UpdateWeightVersionRequest, server.settings)
+    body = await read_control(request, UpdateWeightVersionRequest, server.settings)
     engine = server.accepting_engine
-    label = to_label(body.value.new_version, param="new_version")
-    if body.value.abort_all_requests is not False:
+    label = to_label(body.new_version, param="new_version")
+    if body.abort_all_requests is not False:
         check_awake(engine)
         engine.flush_submissions()
         await asyncio.to_thread(engine.engine.abort, abort_all=True)

@@ -15,7 +15,7 @@ from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.engine.control.memory_control import MEMORY_TAGS
-from routed_experts.server.body import json_response, read_body
+from routed_experts.server.body import json_response, read_control
 from routed_experts.server.errors import ApiError
 from routed_experts.server.protocol import MemoryRequest
 from routed_experts.server.state import ServerState
@@ -37,8 +37,8 @@ async def resume_memory_occupation(request: Request, server: ServerState) -> Res
 
 async def read_tags(request: Request, server: ServerState) -> list[str] | None:
     """Return the tags of a body; None where it names none. Raises ApiError and InvalidRequestError."""
-    body = await read_body(request, MemoryRequest, server.settings, allow_empty=True)
-    return parse_tags(body.value.tags)
+    body = await read_control(request, MemoryRequest, server.settings, allow_empty=True)
+    return parse_tags(body.tags)
 
 
 def parse_tags(tags: Sequence[str] | None) -> list[str] | None:

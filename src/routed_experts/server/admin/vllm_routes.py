@@ -18,7 +18,7 @@ from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.engine.engine import Engine
 from routed_experts.server.admin import memory_routes
 from routed_experts.server.admin.control_routes import pause_engine, update_from_folder
-from routed_experts.server.body import json_response, read_body
+from routed_experts.server.body import json_response, read_control
 from routed_experts.server.errors import ApiError
 from routed_experts.server.limits import RETRY_AFTER_S
 from routed_experts.server.protocol import (
@@ -74,7 +74,7 @@ def paused_body(mode: str) -> dict[str, object]:
 
 async def resume(request: Request, server: ServerState) -> Response:
     """End a pause."""
-    await read_body(request, ContinueRequest, server.settings, allow_empty=True)
+    await read_control(request, ContinueRequest, server.settings, allow_empty=True)
     await asyncio.to_thread(server.accepting_engine.engine.resume)
     return json_response({"status": "resumed"})
 
@@ -95,7 +95,7 @@ async def update_weights(request: Request, server: ServerState) -> Response:
 
 async def read_weight_dir(request: Request, server: ServerState) -> tuple[UpdateFromFolderRequest, str]:
     """Return the body and its folder. Raises ApiError for the body of vLLM's transfer engine."""
-    fields = (await read_body(request, UpdateFromFolderRequest, server.settings)).value
+    fields = await read_control(request, UpdateFromFolderRequest, server.settings)
     if fields.update_info is not None:
         text = "update_info is of a weight transfer engine, which this server has not; write a checkpoint below "
         text += '--weights-root and send {"weight_dir": its folder}'
@@ -156,8 +156,8 @@ async def read_named_ids(request: Request, server: ServerState) -> list[str]:
 
 async def read_abort_ids(request: Request, server: ServerState) -> list[str] | None:
     """Return the ids, or None for all. Raises ApiError and InvalidRequestError."""
-    body = await read_body(request, AbortRequestsRequest, server.settings, allow_empty=True)
-    ids = list(dict.fromkeys(body.value.request_ids or ()))
+    body = await read_control(request, AbortRequestsRequest, server.settings, allow_empty=True)
+    ids = list(dict.fromkeys(body.request_ids or ()))
     if len(ids) > MAX_ABORT_IDS:
         text = f"request_ids has {len(ids)} ids, above the limit of {MAX_ABORT_IDS}; send fewer, or none for all"
         raise InvalidRequestError(text, param="request_ids")
@@ -226,7 +226,7 @@ async def is_sleeping(request: Request, server: ServerState) -> Response:
 
 async def read_options(request: Request, kind: type[_Body], server: ServerState) -> _Body:
     """Return the fields of a body and of the query, which must agree. Raises ApiError and InvalidRequestError."""
-    body = (await read_body(request, kind, server.settings, allow_empty=True)).value
+    body = await read_control(request, kind, server.settings, allow_empty=True)
     merged: dict[str, object] = {}
     for name, in_body in msgspec.structs.asdict(body).items():
         in_query = _QUERY_READERS.get(name, _read_bool)(request, name)

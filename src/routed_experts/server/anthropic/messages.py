@@ -46,7 +46,7 @@ _FIELDS = MappingProxyType(
     dict.fromkeys(("prompt", "text", "input_ids", "continue_final_message"), "messages")
     | {"stop": "stop_sequences", "rid": "request_id"}
 )
-_SAMPLING_FIELDS = "temperature top_p top_k min_p ignore_eos max_tokens".split()
+_SAMPLING_FIELDS = "temperature top_p top_k min_p ignore_eos speculative max_tokens".split()
 _UNUSED = ("metadata", "service_tier")  # fields without effect
 _THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 

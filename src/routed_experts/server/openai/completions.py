@@ -80,7 +80,9 @@ class TextFormat:
 
     def last_chunk(self, choice: ChoiceState) -> dict[str, object]:
         """Return the chunk of the finish reason."""
-        return {"index": choice.index, "text": "", "logprobs": None}
+        body: dict[str, object] = {"index": choice.index, "text": "", "logprobs": None}
+        has_all_ids = not self._token_ids or choice.has_sent_prompt  # no other chunk where nothing was generated
+        return body if has_all_ids else body | choice.token_fields(Delta(text="", token_ids=(), logprobs=()))
 
 
 async def completions(request: Request, server: ServerState) -> Response:

@@ -257,6 +257,11 @@ class ChoiceState:
         last = self.sequence.last
         return last.cached_tokens, 0 if self.prompt_only else last.completion_tokens
 
+    @property
+    def has_sent_prompt(self) -> bool:
+        """Whether `token_fields` has given the ids of the prompt."""
+        return self._has_sent_prompt
+
     def token_fields(self, delta: Delta) -> dict[str, object]:
         """Return the ids of a delta, and the first time those of the prompt."""
         fields: dict[str, object] = {"token_ids": list(delta.token_ids)}

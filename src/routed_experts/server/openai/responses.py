@@ -36,7 +36,7 @@ _FIELDS = MappingProxyType(
     | {"max_tokens": "max_output_tokens", "rid": "request_id", "reasoning_effort": "reasoning.effort"}
 )
 _SAMPLING_FIELDS = (
-    "temperature top_p top_k min_p stop presence_penalty frequency_penalty repetition_penalty ignore_eos"
+    "temperature top_p top_k min_p stop presence_penalty frequency_penalty repetition_penalty ignore_eos speculative"
 ).split()
 # Values of fields with state, or of what this server does not do, that change nothing.
 _HARMLESS: Mapping[str, tuple[object, ...]] = MappingProxyType(
