@@ -486,11 +486,12 @@ def test_balancedness_is_that_of_the_rows(following):
     assert by_layer == pytest.approx(window.max_over_mean.tolist())
 
 
-def test_released_memory_is_no_failure(following):
+@pytest.mark.parametrize("tag", ["kv_cache", "weights"])
+def test_released_memory_is_no_failure(following, tag):
     """A plan with a gain that moves nothing is neither a move nor an error."""
     follower, runner = following.components.rebalancer, following.components.core.runner
     with holding_still(following):
-        following.release_memory_occupation(("kv_cache",))
+        following.release_memory_occupation((tag,))
         before = following.placement_stats()
         follower._windows.clear()
         skewed = np.zeros((2, MOE_LAYERS, EXPERTS), np.int64)
@@ -500,6 +501,8 @@ def test_released_memory_is_no_failure(following):
             skewed[1, layer, experts] = 1000  # one device has it all
         follower._plan_and_move(lambda: skewed, 1e6, follower._apply)
         after = following.placement_stats()
+        if tag == "weights":
+            following.update_weights_from_disk(following.server_args.model_path)
         following.resume_memory_occupation()
     assert after.move_estimate.pays_off
     assert (after.failed, after.rebalances, after.epoch) == (before.failed, before.rebalances, before.epoch)

@@ -2,10 +2,13 @@
 
 import dataclasses
 import threading
+import time
 
 import pytest
 
 from routed_experts import CaptureDisabledError, Engine
+from routed_experts.core.weight_version import WeightVersion
+from routed_experts.engine.loop.core import PauseMode
 from support.engines import SMALL, PausedRequests, on_engine_thread
 from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import write_tiny_checkpoint
@@ -35,6 +38,28 @@ def test_requests_pages_and_rows_are_counted(engine_factory):
         assert (after.placement, dict(after.resident_hits)) == (None, {})
         with pytest.raises(dataclasses.FrozenInstanceError):
             after.running = 1
+
+
+def test_a_pause_and_an_update_are_no_part_of_a_step(engine_factory):
+    """What a server takes for a stall, and what a rebalancer takes for the time of a step, begins behind them."""
+
+    def age_after(end):
+        def script(core):
+            core.last_progress -= 1000
+            end(core)
+            return time.monotonic() - core.last_progress
+
+        return on_engine_thread(engine, script)
+
+    def resume(core):
+        core.pause(PauseMode.IN_PLACE)
+        core.resume()
+
+    with engine_factory() as engine:
+        assert age_after(lambda core: None) > 900
+        assert age_after(resume) < 900
+        version = WeightVersion(label="next", update_count=1)
+        assert age_after(lambda core: core.update_weights(None, version=version, cache="keep")) < 900
 
 
 def test_it_answers_while_a_step_is_stuck_and_after_the_end(tmp_path):

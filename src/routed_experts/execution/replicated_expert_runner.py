@@ -111,9 +111,10 @@ class ReplicatedExpertRunner(ModelRunner):
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one instance, the mean of the layers: what a copy carries."""
+        """Bytes of one instance, the mean of the layers: what a copy carries. Also while the weights are released."""
         leaves = self._named_weights()
-        total = sum(leaves[f"{path}.{name}"].nbytes for path, _, names in self._groups for name in names)
+        arrays = [leaves[f"{path}.{name}"] for path, _, names in self._groups for name in names]
+        total = sum(array.size * array.dtype.itemsize for array in arrays)
         return total // (self.placement.num_layers * self.placement.num_instances)
 
     def set_capacity(self, factor: tuple[int, int]) -> None:

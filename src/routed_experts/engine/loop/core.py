@@ -76,7 +76,7 @@ class EngineCore:
         self.num_steps = self.num_rows = self.num_missing_rows = 0  # rows filed; requests that lacked one
         self.rank_tokens = [0] * len(ranks)  # fed by each data rank
         self.padding_ratio = 1.0  # tokens of the last step, padding of all data ranks included, over those without it
-        self.last_progress = time.monotonic()  # when a step ended, or work arrived at an idle core
+        self.last_progress = time.monotonic()  # when a step, a pause or an update ended, or work came to an idle core
         self.pause_mode: PauseMode | None = None
         self.released = frozenset[str]()  # device memory that was released: "kv_cache", "weights"
         self._pending: PendingStep | None = None
@@ -197,6 +197,7 @@ class EngineCore:
     def resume(self) -> None:
         """End the pause, if there is one; requests continue where they are."""
         self.pause_mode = None
+        self.last_progress = time.monotonic()
         for scheduler in self.ranks:
             scheduler.accepts_new = True
 
@@ -225,6 +226,7 @@ class EngineCore:
             scheduler.weight_version = version.update_count
         self.released -= {"weights"}
         self.flush_cache(retract=cache == "flush")
+        self.last_progress = time.monotonic()
 
     def release_memory(self, tags: frozenset[str]) -> None:
         """Release the KV pool ("kv_cache"), the weights ("weights") or both. Running requests return to the queue with
