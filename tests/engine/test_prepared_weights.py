@@ -8,7 +8,7 @@ import pytest
 
 from oracles.full_sequence import FullSequence
 from routed_experts import CheckpointError, Engine, InvalidRequestError, WeightsMismatchError
-from support.engines import SMALL, assert_idle
+from support.engines import SMALL, assert_idle, on_engine_thread
 from support.tiny_checkpoint import tiny_config, tiny_tensors, write_tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("lazy_compilation")
@@ -128,7 +128,10 @@ def test_a_hold_lets_started_requests_end_and_queues_new_ones(engine):
         assert thread.is_alive()
         engine.thread.run_between_steps(lambda: None)
     assert engine.admission_held and not answers and engine.paused is None
+    on_engine_thread(engine, lambda core: setattr(core, "last_progress", core.last_progress - 1000))
+    assert engine.stats().last_step_age_s == 0.0, "no step is due, so that none is late"
     engine.open_admission()
+    assert engine.stats().last_step_age_s < 900
     thread.join(30)
     assert len(answers[0][0]) == 6
 

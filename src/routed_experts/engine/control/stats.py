@@ -73,8 +73,9 @@ class DataRankStats:
 class EngineStats:
     """Counts of one moment; totals are since the engine started. Some may be a step apart from others.
 
-    `last_step_age_s`: seconds since a step ended, or since work arrived at an idle engine; 0 when idle. `finished`: by
-    outcome. Pages hold `page_size` tokens; cached pages belong to no request and are evicted when pages run short."""
+    `last_step_age_s`: seconds since a step, a pause or an update ended, or since work arrived at an idle engine; 0 when
+    idle, and while admission is held and no request has started. `finished`: by outcome. Pages hold `page_size` tokens;
+    cached pages belong to no request and are evicted when pages run short."""
 
     running: int
     waiting: int
@@ -116,7 +117,7 @@ def engine_stats(components: EngineComponents) -> EngineStats:
         accepted=core.request_table.accepted,
         finished=MappingProxyType(dict(core.request_table.finished)),
         num_steps=core.num_steps,
-        last_step_age_s=0.0 if core.request_table.num_live == 0 else time.monotonic() - core.last_progress,
+        last_step_age_s=time.monotonic() - core.last_progress if core.has_admitted else 0.0,
         free_pages=sum(rank.free_pages for rank in ranks),
         cached_pages=sum(rank.cached_pages for rank in ranks),
         total_pages=sum(rank.total_pages for rank in ranks),

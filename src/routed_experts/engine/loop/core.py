@@ -111,6 +111,12 @@ class EngineCore:
         """Whether steps are scheduled at all."""
         return not self.released and self.pause_mode in (None, PauseMode.WAIT)
 
+    @property
+    def has_admitted(self) -> bool:
+        """Whether a request is open, and not all of them wait for admission."""
+        holds_all = self.pause_mode is PauseMode.WAIT and not any(scheduler.running for scheduler in self.ranks)
+        return self.request_table.num_live > 0 and not holds_all
+
     def add(self, reqs: Sequence[Req], detokenizers: Mapping[str, StopDetokenizer] = NO_DETOKENIZERS) -> None:
         """Accept the requests of one call, all or none; `detokenizers` belong to those with stop strings, by request
         id. Raises QueueFullError if they do not fit."""
