@@ -23,10 +23,13 @@ from routed_experts.models.loading import weight_loader
 from routed_experts.models.loading.export import hugging_face_tensors
 from routed_experts.models.model_folder import ModelFolder
 from support.quantized_checkpoints import (
+    Form,
     compressed_config,
     forms,
     fp8,
     fp8_config,
+    integers,
+    integers_of_a_tensor,
     quantize_folder,
     read_tensors,
     write_folder,
@@ -96,6 +99,26 @@ def test_every_form_loads_the_numbers_of_its_copy_rounded_once(tmp_path_factory,
     assert len(written.names) > 20
     small, copy = (states(folder, dtype) for folder in (written.quantized, written.copy))
     assert same_states(small, copy)
+
+
+INT8_TENSOR = dict(num_bits=8, strategy="tensor", symmetric=False)
+INT4_TENSOR = INT8_TENSOR | dict(num_bits=4)
+OF_A_TENSOR = {
+    "int8": Form(compressed_config("int-quantized", **INT8_TENSOR), lambda w: integers_of_a_tensor(w, 8, packed=False)),
+    "packed int4": Form(
+        compressed_config("pack-quantized", **INT4_TENSOR), lambda w: integers_of_a_tensor(w, 4, packed=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("form", OF_A_TENSOR)
+def test_a_zero_point_a_tensor_is_stored_as_one_number(qwen, tmp_path, form):
+    """compressed-tensors stores it as int8 [1], beside a scale [1]."""
+    names = quantize_folder(qwen.oracle.folder, tmp_path / "small", tmp_path / "copy", OF_A_TENSOR[form])
+    points = [tensor for name, tensor in read_tensors(tmp_path / "small").items() if name.endswith("weight_zero_point")]
+    assert len(points) == len(names) > 20 and any(point[0] for point in points)
+    assert {(point.shape, point.dtype.name) for point in points} == {((1,), "int8")}
+    assert same_states(states(tmp_path / "small"), states(tmp_path / "copy"))
 
 
 def test_a_started_engine_serves_and_plans_bfloat16(qwen, tmp_path):
@@ -202,6 +225,39 @@ def test_shards_that_cut_blocks_answer_as_shards_of_the_copy(tmp_path, tp_size, 
 
 
 # refused
+
+
+ZERO_POINTS = {  # by words: a tensor of another shape or dtype, and how the error has it
+    "two": (np.zeros(2, np.int8), "[2] I8"),
+    "of each output": (np.zeros((192, 1), np.int8), "[192, 1] I8"),
+    "of another dtype": (np.zeros(1, np.uint8), "[1] U8"),
+    "as a word": (np.zeros(1, np.int32), "[1] I32"),
+}
+
+
+@pytest.mark.parametrize("fault", ZERO_POINTS)
+@pytest.mark.parametrize("form", OF_A_TENSOR)
+def test_zero_points_that_are_not_one_a_tensor_are_refused_by_name(qwen, tmp_path, form, fault):
+    quantize_folder(qwen.oracle.folder, tmp_path / "small", tmp_path / "copy", OF_A_TENSOR[form])
+    tensor, described = ZERO_POINTS[fault]
+    message = refusal(tmp_path / "small", tmp_path / "bad", with_tensor("weight_zero_point", tensor))
+    expected = "[1, 1] I8" if form == "int8" else "[1, 1] I8 or [1, 1] I32"
+    assert f"down_proj.weight_zero_point is {described}; expected {expected}; copy" in message, message
+
+
+@pytest.mark.parametrize("shape", [(0, 320), (192, 0), (0, 0)])
+@pytest.mark.parametrize("strategy", ["tensor", "channel"])
+def test_an_empty_matrix_is_refused_by_name(qwen, tmp_path, strategy, shape):
+    """As one of any other wrong shape is, by its scales or by the config's sizes."""
+    config = compressed_config("int-quantized", num_bits=8, strategy=strategy, symmetric=strategy == "channel")
+    channel = Form(config, lambda w: integers(w, 8, 0, packed=False))
+    form = OF_A_TENSOR["int8"] if strategy == "tensor" else channel
+    quantize_folder(qwen.oracle.folder, tmp_path / "small", tmp_path / "copy", form)
+    message = refusal(tmp_path / "small", tmp_path / "bad", with_tensor("weight", np.zeros(shape, np.int8)))
+    if strategy == "tensor":
+        assert f"down_proj.weight is {list(shape)}, expected [192, 320]" in message, message
+    else:
+        assert "down_proj.weight_scale is [192, 1]; expected " in message and f" of {list(shape)}," in message, message
 
 
 def of(end, name="model.layers.1.mlp.experts.0.down_proj"):

@@ -27,7 +27,17 @@ from routed_experts.models.loading.quantized_part import INT8, QuantizedPart
 from routed_experts.models.loading.quantized_tensors import QuantizedMatrix
 from routed_experts.models.loading.virtual_tensors import Mxfp4, VirtualCheckpoint, with_axes_swapped
 from routed_experts.models.loading.weight_loader import _Loader, _write_pieces, load, pieces_writer
-from support.quantized_checkpoints import exact, forms, fp8, fp8_config, mxfp4, pack, write_folder
+from support.quantized_checkpoints import (
+    compressed_config,
+    exact,
+    forms,
+    fp8,
+    fp8_config,
+    integers_of_a_tensor,
+    mxfp4,
+    pack,
+    write_folder,
+)
 from support.tpu_aot import REPLICATED, tpu_mesh, without_compilation_cache
 
 LAYERS, EXPERTS, WIDTH, HIDDEN = 2, 3, 160, 320
@@ -213,6 +223,30 @@ def test_a_device_multiplies_any_box_of_packed_integers(
         group_map="g" if permuted else None,
     )
     check_box(matrix, tmp_path_factory.mktemp("box"), tensors, data, expected)
+
+
+@settings(max_examples=30)
+@given(
+    data=st.data(),
+    outputs=st.integers(1, 40),
+    inputs=st.integers(1, 40),
+    form=st.sampled_from([("int-quantized", 8), ("pack-quantized", 8), ("pack-quantized", 4)]),
+    shape=st.sampled_from([(), (1,), (1, 1)]),
+)
+def test_a_device_multiplies_any_box_of_integers_with_a_zero_point_a_tensor(
+    tmp_path_factory, data, outputs, inputs, form, shape
+):
+    """As compressed-tensors stores them: int8, of the shape [1]."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    weights = rng.standard_normal((outputs, inputs)).astype(np.float32)
+    written = integers_of_a_tensor(weights, form[1], zero_shape=shape, packed=form[0] == "pack-quantized")
+    config = compressed_config(form[0], num_bits=form[1], strategy="tensor", symmetric=False)
+    tensors = {f"a.{end}": tensor for end, tensor in written.stored.items()}
+    folder = write_folder(tmp_path_factory.mktemp("zero"), {}, tensors)
+    read = QuantizationConfig.read(folder, {"quantization_config": config})
+    matrix = open_quantized(Checkpoint(folder), read).matrices["a.weight"]
+    check_box(matrix, folder, tensors, data, written.numbers)
+    assert matrix.read(Checkpoint(folder), whole(weights.shape)).tobytes() == written.numbers.tobytes()
 
 
 @settings(max_examples=30)
@@ -451,17 +485,24 @@ def test_subnormal_products_are_those_of_numpy(tmp_path, scale):
     assert bool(checkpoint.as_numbers) == (scale * 2.0**-9 < 2.0**-126)
 
 
-def test_infinite_scales_of_mxfp4_are_those_of_numpy(tmp_path):
-    """255 is NaN by the format; a plain reader multiplies by 2^128."""
+@pytest.mark.parametrize("host_bytes", [64 << 20, 1], ids=["host", "device"])
+def test_a_nan_scale_of_mxfp4_stops_the_load_by_name(tmp_path, host_bytes):
+    """Where numbers are computed on the host, and where a device multiplies codes by scales. 254 is loaded."""
     blocks = np.arange(2 * 4 * 2 * 16, dtype=np.uint8).reshape(2, 4, 2, 16)
-    scales = np.full((2, 4, 2), 255, np.uint8)
-    save_file({"b": blocks, "s": scales}, tmp_path / "model.safetensors")
-    checkpoint = RecordingCheckpoint(Checkpoint(tmp_path), {"w": Mxfp4("b", "s")})
-    with np.errstate(over="ignore"):
-        expected = checkpoint.read("w")
-        table = [WeightSource(name="w", shape=(2, 4, 64), target="w")]
-        loaded = load(checkpoint, table, {"w": jax.ShapeDtypeStruct((2, 4, 64), jnp.bfloat16)}, host_bytes=1)
-    assert_same_bits(loaded, {"w": expected})
+    scales = np.full((2, 4, 2), 127, np.uint8)
+    table = [WeightSource(name="w", shape=(2, 4, 64), target="w")]
+    target = {"w": jax.ShapeDtypeStruct((2, 4, 64), jnp.bfloat16)}
+    for exponent in (254, 255):
+        scales[-1, -1, -1] = exponent
+        save_file({"b": blocks, "s": scales}, tmp_path / "model.safetensors")
+        checkpoint = RecordingCheckpoint(Checkpoint(tmp_path), {"w": Mxfp4("b", "s")})
+        if exponent == 254:
+            with np.errstate(over="ignore"):
+                assert load(checkpoint, table, target, host_bytes=host_bytes).keys() == {"w"}
+            continue
+        with pytest.raises(CheckpointError, match="s holds 255, which is NaN; expected exponents 0 to 254"):
+            load(checkpoint, table, target, host_bytes=host_bytes)
+        assert bool(checkpoint.as_numbers) == (host_bytes > 1)
 
 
 @pytest.mark.parametrize("host_bytes", [64 << 20, 60_000])

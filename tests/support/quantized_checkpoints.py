@@ -113,6 +113,21 @@ def integers(weights, bits, group, *, scale="bfloat16", symmetric=True, permuted
     return Quantized(stored, numbers)
 
 
+def integers_of_a_tensor(weights, bits, *, zero_shape=(1,), packed):
+    """4 or 8 bits with one scale, bfloat16 [1], and one zero point, int8 of `zero_shape`, for all numbers."""
+    half, low, high = 1 << (bits - 1), min(float(weights.min()), 0), max(float(weights.max()), 0)
+    scale = np.array([(high - low) / (2 * half - 1) or 1], ml_dtypes.bfloat16)
+    wide = scale.astype(np.float32)
+    zero = np.clip(np.rint(-half - low / wide), -half, half - 1).astype(np.int8)
+    codes = np.clip(np.rint(weights / wide) + zero.astype(np.float32), -half, half - 1).astype(np.int8)
+    stored = {"weight_scale": scale, "weight_zero_point": zero.reshape(zero_shape)}
+    if packed:
+        stored |= {"weight_packed": pack(codes, bits), "weight_shape": np.array(weights.shape, np.int64)}
+    else:
+        stored["weight"] = codes
+    return Quantized(stored, exact(codes, wide[None], (0, 0), zero[None]))
+
+
 def fp8_config(block=(128, 128), **more):
     return (
         {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}

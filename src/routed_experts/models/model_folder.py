@@ -313,7 +313,7 @@ def _shown(
 ) -> Checkpoint:
     """The tensors as the family's table names them; those of `retained` as `show_codes` has them."""
     checkpoint = stored.shown(retained) if isinstance(stored, QuantizedCheckpoint) else stored
-    virtual = family.virtual_tensors(checkpoint.names())
+    virtual = family.virtual_tensors(checkpoint)
     return VirtualCheckpoint(checkpoint, show_codes(virtual, retained)) if virtual else checkpoint
 
 
@@ -321,7 +321,7 @@ def _quantized_tensors(stored: Checkpoint | QuantizedCheckpoint, family: Family)
     """The tensors of the family's table that are quantised, by plain names."""
     is_quantized = isinstance(stored, QuantizedCheckpoint)
     matrices = stored.matrices if is_quantized else {}
-    virtual = family.virtual_tensors((stored.shown() if is_quantized else stored).names())
+    virtual = family.virtual_tensors(stored.shown() if is_quantized else stored)
     own = {name: tensor for name, tensor in virtual.items() if isinstance(tensor, CodedTensor)}
     return {name: matrix for name, matrix in matrices.items() if name not in virtual} | own
 

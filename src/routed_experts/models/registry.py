@@ -28,7 +28,8 @@ from routed_experts.models.families.qwen2_moe import read_qwen2_moe
 from routed_experts.models.families.qwen3_moe import read_qwen3_moe
 from routed_experts.models.families.qwen3_next import read_qwen3_5_moe, read_qwen3_5_moe_text, read_qwen3_next
 from routed_experts.models.families.qwen3_vl_moe import qwen3_vl_moe_tensors, read_qwen3_vl_moe
-from routed_experts.models.loading.virtual_tensors import Header, VirtualTensor, no_virtual_tensors
+from routed_experts.models.loading.checkpoint import Checkpoint
+from routed_experts.models.loading.virtual_tensors import VirtualTensor, no_virtual_tensors
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,7 @@ class Family:
     docs."""
 
     read_config: Callable[[ConfigReader], FamilyConfig]
-    virtual_tensors: Callable[[Mapping[str, Header]], Mapping[str, VirtualTensor]] = no_virtual_tensors
+    virtual_tensors: Callable[[Checkpoint], Mapping[str, VirtualTensor]] = no_virtual_tensors
     accepted_quirks: AcceptedQuirks = NOTHING
     title: str
     checkpoints: str

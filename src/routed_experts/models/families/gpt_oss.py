@@ -7,7 +7,9 @@ gate and up apart, and its `stored` entries say where the checkpoint has them: l
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 
+from routed_experts.core.errors import CheckpointError
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.models.base.config_reader import ConfigReader
 from routed_experts.models.base.rotary_reader import read_rotary
@@ -16,6 +18,7 @@ from routed_experts.models.decoder.expert_names import ExpertNames, Stacked
 from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec
 from routed_experts.models.decoder.feed_forward import Sparse
 from routed_experts.models.families.common_config import read_experts, read_sizes, refuse
+from routed_experts.models.loading.checkpoint import Checkpoint
 from routed_experts.models.loading.virtual_tensors import Header, Mxfp4, StoredView, VirtualTensor
 
 _GATE_UP, _GATE_UP_BIAS, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj"
@@ -72,8 +75,10 @@ def read_gpt_oss(reader: ConfigReader) -> FamilyConfig:
     return sizes.within(rotary).decoder([LayerSpec(mixer=mixers[kind], feed=sparse) for kind in kinds])
 
 
-def gpt_oss_tensors(headers: Mapping[str, Header]) -> dict[str, VirtualTensor]:
-    """Gate and up separated, packed tensors unpacked, and all matrices [E, O, D]."""
+def gpt_oss_tensors(checkpoint: Checkpoint) -> dict[str, VirtualTensor]:
+    """Gate and up separated, packed tensors unpacked, and all matrices [E, O, D]. Raises CheckpointError for packed
+    tensors that are no MXFP4, lack their scales, or are there in bfloat16, too, and for plain ones of other axes."""
+    headers = checkpoint.names()
     virtual: dict[str, VirtualTensor] = {}
     for stack in _NAMES.stacked:
         if (entries := stack.stored) is None:
@@ -82,7 +87,26 @@ def gpt_oss_tensors(headers: Mapping[str, Header]) -> dict[str, VirtualTensor]:
             stored = name.removesuffix("_blocks")
             if not stored.endswith(entries.name):
                 continue
-            packed = Mxfp4(name, f"{stored}_scales", entries.start if entries.step > 1 else None)
-            plain = StoredView(dataclasses.replace(entries, name=name))
-            virtual[stored.removesuffix(entries.name) + stack.name] = plain if stored == name else packed
+            read = _plain if stored == name else _packed
+            virtual[stored.removesuffix(entries.name) + stack.name] = read(entries, stored, headers, checkpoint.path)
     return virtual
+
+
+def _plain(entries: StoredEntries, stored: str, headers: Mapping[str, Header], path: Path) -> StoredView:
+    """The entries of the tensor `stored` of numbers."""
+    shape, axes = headers[stored][0], ["experts", *(["inputs"] if entries.swapped else []), "outputs"]
+    if len(shape) != len(axes) or shape[-1] % entries.step:
+        fits = f"[{', '.join(axes)}]{', gate and up in turn' if entries.step > 1 else ''}"
+        raise CheckpointError(f"{path}: {stored} is {list(shape)}; expected {fits}; copy the checkpoint again")
+    return StoredView(dataclasses.replace(entries, name=stored))
+
+
+def _packed(entries: StoredEntries, stored: str, headers: Mapping[str, Header], path: Path) -> Mxfp4:
+    """The entries of the matrix `stored`, of which the file has blocks and scales."""
+    packed = Mxfp4(f"{stored}_blocks", f"{stored}_scales", entries.start if entries.step > 1 else None)
+    if stored in headers:
+        raise CheckpointError(
+            f"{path}: {packed.blocks} and {stored} are both there; expected one of them; copy the checkpoint again"
+        )
+    packed.check(headers, path)
+    return packed

@@ -4,14 +4,14 @@ not loaded. Published files hold the experts' matrices as [E, inputs, outputs], 
 [E, outputs, inputs]; both are read, and an export has the published form."""
 
 import dataclasses
-from collections.abc import Mapping
 
 from routed_experts.models.base.config_reader import ConfigReader
 from routed_experts.models.decoder.expert_names import ExpertNames, Stacked
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.families.common_config import refuse
 from routed_experts.models.families.qwen3_moe import read_qwen3_layers
-from routed_experts.models.loading.virtual_tensors import Header, VirtualTensor, with_axes_swapped
+from routed_experts.models.loading.checkpoint import Checkpoint
+from routed_experts.models.loading.virtual_tensors import VirtualTensor, with_axes_swapped
 
 _GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 _NAMES = ExpertNames(stacked=(Stacked(name=_GATE_UP, to="gate_up"), Stacked(name=_DOWN, to="down")))
@@ -29,8 +29,9 @@ def read_qwen3_vl_moe(reader: ConfigReader) -> FamilyConfig:
     )
 
 
-def qwen3_vl_moe_tensors(headers: Mapping[str, Header]) -> dict[str, VirtualTensor]:
+def qwen3_vl_moe_tensors(checkpoint: Checkpoint) -> dict[str, VirtualTensor]:
     """The experts' matrices as published files hold them."""
+    headers = checkpoint.names()
     virtual: dict[str, VirtualTensor] = {}
     for gate_up in (name for name in headers if name.endswith(_GATE_UP)):
         down = gate_up.removesuffix(_GATE_UP) + _DOWN

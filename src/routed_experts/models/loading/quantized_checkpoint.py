@@ -217,15 +217,14 @@ class _Reader:
 
     def _checked(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
         """The matrix, if shapes and dtypes of its scales and zero points are right."""
-        storage, grid = matrix.storage, matrix.grid
+        storage = matrix.storage
         shape, dtype = self.headers[matrix.scales]
-        is_single = storage.rows == 0 and storage.columns == 0 and len(grid) == 2
         if storage.codes is Codes.PACKED and storage.columns and matrix.shape[-1] % storage.columns:
             raise self._error(
                 matrix.codes, f"has {matrix.shape[-1]} inputs", f"a multiple of group_size={storage.columns}"
             )
-        if shape != grid and not (is_single and shape in ((), (1,))):
-            fits = f"{list(grid)}: {storage} of {list(matrix.shape)}, the last ones cut short"
+        if not _fits_grid(shape, matrix):
+            fits = f"{list(matrix.grid)}: {storage} of {list(matrix.shape)}, the last ones cut short"
             raise self._error(matrix.scales, f"is {list(shape)}", fits)
         allowed = (*_FLOAT_SCALES, *(_EXPONENTS if self.config.method == FP8 else ()))
         if dtype not in allowed:
@@ -241,8 +240,8 @@ class _Reader:
         plain = (matrix.grid, "I8")
         packed = ((math.ceil(matrix.grid[0] / count), *matrix.grid[1:]), "I32")
         allowed = (plain, packed) if matrix.storage.codes is Codes.PACKED else (plain,)
-        if self.headers[name] not in allowed:
-            shape, dtype = self.headers[name]
+        shape, dtype = self.headers[name]
+        if (shape, dtype) not in allowed and not (dtype == "I8" and _fits_grid(shape, matrix)):
             fits = " or ".join(f"{list(sides)} {kind}" for sides, kind in allowed)
             raise self._error(name, f"is {list(shape)} {dtype}", fits)
 
@@ -263,3 +262,9 @@ class _Reader:
             f"{self.checkpoint.path}: {name} {found}; expected {expected}; copy the checkpoint again, or use an "
             "unquantised one"
         )
+
+
+def _fits_grid(shape: tuple[int, ...], matrix: QuantizedMatrix) -> bool:
+    """Whether a tensor has the shape of the grid; one entry a tensor may also be [] or [1]."""
+    is_single = matrix.storage.rows == 0 and matrix.storage.columns == 0 and len(matrix.grid) == 2
+    return shape == matrix.grid or (is_single and shape in ((), (1,)))

@@ -55,9 +55,9 @@ class QuantizedMatrix(CodedTensor):
 
     @property
     def block(self) -> tuple[int, int]:
-        """R and C."""
+        """R and C, 1 at least."""
         rows, columns = self.shape[-2:]
-        return self.storage.rows or rows, self.storage.columns or columns
+        return self.storage.rows or max(rows, 1), self.storage.columns or max(columns, 1)
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -172,21 +172,24 @@ class QuantizedMatrix(CodedTensor):
         return codes
 
     def _scales(self, checkpoint: Checkpoint, box: Box) -> Float[np.ndarray, "*E j g"]:
-        if math.prod(self.grid) == 1:  # also a scalar
-            scales = checkpoint.read(self.scales).reshape(self.grid)
-        else:
-            scales = checkpoint.read(self.scales, box)
-        scales = scale_values(scales)
+        scales = scale_values(self._of_grid(checkpoint, self.scales, box))
         if not np.isfinite(scales).all() or np.signbit(scales).any():
             wrong = scales[~np.isfinite(scales) | np.signbit(scales)]
             raise self.error(checkpoint, self.scales, f"holds {wrong.flat[0]}", "finite scales that are not negative")
         return scales
 
+    def _of_grid(self, checkpoint: Checkpoint, name: str, box: Box) -> Shaped[np.ndarray, "*E j g"]:
+        """The box of a tensor of the grid; a single entry may be stored as [] or [1]."""
+        if math.prod(self.grid) == 1:
+            return checkpoint.read(name).reshape(self.grid)
+        return checkpoint.read(name, box)
+
     def _zeros(self, checkpoint: Checkpoint, box: Box) -> Int[np.ndarray, "j g"]:
         """Zero points of the box of the grid: integers as they are, or packed in words along the grid's rows."""
         assert self.zero_points is not None
         if not self.has_packed_zeros:
-            zeros, bound = checkpoint.read(self.zero_points, box).astype(np.int16), 1 << (self.storage.bits - 1)
+            zeros = self._of_grid(checkpoint, self.zero_points, box).astype(np.int16)
+            bound = 1 << (self.storage.bits - 1)
             if ((zeros < -bound) | (zeros >= bound)).any():
                 wrong = zeros[(zeros < -bound) | (zeros >= bound)].flat[0]
                 raise self.error(checkpoint, self.zero_points, f"holds {wrong}", f"{-bound} to {bound - 1}")

@@ -9,6 +9,7 @@ import abc
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import ml_dtypes
@@ -23,6 +24,8 @@ from routed_experts.models.loading.quantized_part import QuantizedPart
 
 FP4_VALUES = np.array(CODE_VALUES[E2M1], np.float32)
 _BLOCK_INPUTS, _BLOCK_BYTES = 32, 16
+_BLOCK_DTYPES, _EXPONENT_DTYPES = ("U8", "I8"), ("U8", "F8_E8M0")  # either holds the same bytes
+_NAN_EXPONENT = 255
 
 Header = tuple[tuple[int, ...], str]
 
@@ -130,7 +133,7 @@ class ExactScales:
         return scales
 
 
-def no_virtual_tensors(headers: Mapping[str, Header]) -> Mapping[str, VirtualTensor]:
+def no_virtual_tensors(checkpoint: Checkpoint) -> Mapping[str, VirtualTensor]:
     """Of a family whose files hold what its table names."""
     return {}
 
@@ -168,7 +171,7 @@ def with_axes_swapped(name: str) -> StoredView:
 @dataclass(frozen=True, slots=True)
 class Mxfp4(CodedTensor):
     """[E, O, D] from blocks [E, O, B, 16] and scales [E, O, B]; with `start`, every other output from there on.
-    bfloat16 holds it exactly."""
+    bfloat16 holds it exactly. Reads of scales raise CheckpointError for one that is NaN."""
 
     blocks: str
     scales: str
@@ -177,6 +180,21 @@ class Mxfp4(CodedTensor):
     @property
     def needs(self) -> tuple[str, ...]:
         return self.blocks, self.scales
+
+    def check(self, headers: Mapping[str, Header], path: Path) -> None:
+        """Raise CheckpointError for blocks that are no MXFP4, and for scales that are missing or do not fit them."""
+        shape, dtype = headers[self.blocks]
+        if len(shape) != 4 or shape[-1] != _BLOCK_BYTES or dtype not in _BLOCK_DTYPES:
+            fits = f"[experts, outputs, blocks, {_BLOCK_BYTES}] of {' or '.join(_BLOCK_DTYPES)}"
+            raise _error(path, self.blocks, f"is {list(shape)} of {dtype}", fits)
+        if self.start is not None and shape[1] % 2:
+            raise _error(path, self.blocks, f"is {list(shape)}", "an even number of outputs: gate and up in turn")
+        fits = f"{list(shape[:-1])} of {' or '.join(_EXPONENT_DTYPES)}"
+        if self.scales not in headers:
+            raise _error(path, self.blocks, f"has no {self.scales} beside it", fits)
+        shape_of_scales, dtype = headers[self.scales]
+        if shape_of_scales != shape[:-1] or dtype not in _EXPONENT_DTYPES:
+            raise _error(path, self.scales, f"is {list(shape_of_scales)} of {dtype}", fits)
 
     def header(self, headers: Mapping[str, Header]) -> Header:
         experts, outputs, blocks, half = headers[self.blocks][0]
@@ -229,13 +247,18 @@ class Mxfp4(CodedTensor):
     ) -> UInt8[np.ndarray, "E O B 16"]:
         """Blocks of some of its outputs."""
         box = (experts, self._stored(outputs), blocks, slice(0, _BLOCK_BYTES))
-        return self._rows(checkpoint.read(self.blocks, box))
+        return self._rows(checkpoint.read(self.blocks, box).view(np.uint8))
 
     def read_scales(
         self, checkpoint: Checkpoint, experts: slice, outputs: slice, blocks: slice
     ) -> UInt8[np.ndarray, "E O B"]:
-        """Their exponents."""
-        return self._rows(checkpoint.read(self.scales, (experts, self._stored(outputs), blocks)))
+        """Their exponents. Raises CheckpointError for one that is NaN."""
+        stored = checkpoint.read(self.scales, (experts, self._stored(outputs), blocks))
+        exponents = self._rows(stored.view(np.uint8))
+        if (exponents == _NAN_EXPONENT).any():
+            found, fits = f"holds {_NAN_EXPONENT}, which is NaN", f"exponents 0 to {_NAN_EXPONENT - 1}"
+            raise _error(checkpoint.path, self.scales, found, fits)
+        return exponents
 
     def _stored(self, outputs: slice) -> slice:
         return outputs if self.start is None else slice(2 * outputs.start, 2 * outputs.stop)
@@ -287,11 +310,6 @@ class Mxfp4Scales:
         count = _BLOCK_INPUTS // self.group  # of a block
         inner, first = _blocks_of(box[2], count)
         exponents = self.tensor.read_scales(checkpoint, box[0], box[1], inner)
-        if (exponents == 255).any():
-            raise CheckpointError(
-                f"{checkpoint.path}: {self.tensor.scales} holds 255, which is NaN; expected exponents 0 to 254; copy "
-                "the checkpoint again"
-            )
         most = round(math.log2(E2M1_MAX_SCALE))
         large = exponents[exponents > 127 + most]
         if large.size:
@@ -304,9 +322,12 @@ class Mxfp4Scales:
 
 
 def _powers(exponents: UInt8[np.ndarray, "E O B"]) -> Float[np.ndarray, "E O B"]:
-    """Scales, float32; infinity for 255."""
-    with np.errstate(over="ignore"):
-        return np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
+    """Scales, float32, of exponents 0 to 254."""
+    return np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
+
+
+def _error(path: Path, name: str, found: str, expected: str) -> CheckpointError:
+    return CheckpointError(f"{path}: {name} {found}; expected {expected}; copy the checkpoint again")
 
 
 def _blocks_of(side: slice, size: int) -> tuple[slice, int]:
