@@ -114,7 +114,7 @@ class EngineCore:
     @property
     def has_admitted(self) -> bool:
         """Whether a request is open, and not all of them wait for admission."""
-        holds_all = self.pause_mode is PauseMode.WAIT and not any(scheduler.running for scheduler in self.ranks)
+        holds_all = self.pause_mode is PauseMode.WAIT and not self.ranks.has_started
         return self.request_table.num_live > 0 and not holds_all
 
     def add(self, reqs: Sequence[Req], detokenizers: Mapping[str, StopDetokenizer] = NO_DETOKENIZERS) -> None:
