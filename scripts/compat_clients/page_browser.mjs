@@ -90,6 +90,10 @@ async function aborts() {
   const text = await (await fetch(`${url}/metrics`)).text();
   return Number(/^routed_experts_requests_finished_total\{outcome="abort"\} (\S+)/m.exec(text)?.[1] ?? 0);
 }
+async function control(route, body) {
+  const response = await fetch(`${url}/${route}`, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+  assert.equal(response.status, 200, `${route}: ${await response.text()}`);
+}
 // Text whose contrast with the background behind it is below 4.5 (WCAG AA).
 const lowContrast = (page) =>
   page.evaluate(() => {
@@ -299,12 +303,22 @@ async function stopsAndReloads() {
   await fill(page, { prompt: "The history of the", tokens: 900, seed: 77, temperature: 1.5 });
   await page.check("#compare");
   await ready(page);
+  await page.route("**/generate", (route) => {  // the model does not end, and a pause holds it until it is stopped
+    const body = route.request().postDataJSON();
+    return route.continue({ postData: { ...body, sampling_params: { ...body.sampling_params, ignore_eos: true } } });
+  });
   await page.click("#run");
   assert.equal(await page.textContent("#run"), "Generating…");
   await page.waitForFunction(() => document.querySelectorAll("#runB .text > *").length > 12);
-  assert.ok(await page.evaluate(() => document.querySelector("#runA").classList.contains("streaming")));
-  await page.keyboard.press("Escape");
-  await finished(page);
+  await control("pause_generation", { mode: "in_place" });
+  try {
+    assert.ok(await page.evaluate(() => document.querySelector("#runA").classList.contains("streaming")));
+    await page.keyboard.press("Escape");
+    await finished(page);
+  } finally {
+    await control("continue_generation", {});
+  }
+  await page.unroute("**/generate");
   assert.match((await readRun(page, "A")).summary, /stopped by you/);
   const deadline = Date.now() + 10_000;
   while ((await aborts()) < before + 2 && Date.now() < deadline) await new Promise((done) => setTimeout(done, 100));
