@@ -128,7 +128,8 @@ def load_packed(folder: Path, server: ServerArgs, form: str, *, all_matrices: bo
 def with_numbers(folder: Path, coded: FamilyDecoder, kernels: Kernels, dtype: jax.numpy.dtype) -> FamilyDecoder:
     """The model without codes, whose matrices are the numbers of those of `coded`, in that dtype; it shares all other
     arrays."""
-    graphdef, state = nnx.split(ModelFolder.open(folder, load_format="dummy").load(dtype))
+    config = ModelFolder.open(folder, load_format="dummy").config
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: FamilyDecoder(config, rngs=nnx.Rngs(0), dtype=dtype)))
     held = dict(nnx.to_flat_state(nnx.state(coded)))
 
     @jax.jit
