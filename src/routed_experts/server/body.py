@@ -122,9 +122,15 @@ class ParsedBody(Generic[_Struct_co]):
 
 
 async def read_body(
-    request: Request, kind: type[_Struct], settings: ServerSettings, *, allow_empty: bool = False
+    request: Request,
+    kind: type[_Struct],
+    settings: ServerSettings,
+    *,
+    allow_empty: bool = False,
+    strict: bool = False,
 ) -> ParsedBody[_Struct]:
-    """Read a JSON body. `allow_empty`: no body means {}. Raises ApiError: 400 (with the path in the JSON), 408, 413 or
+    """Read a JSON body. `allow_empty`: no body means {}. `strict`: unknown fields are refused, whatever the settings
+    say. Raises ApiError: 400 (with the path in the JSON), 408, 413 or
     415."""
     raw = await read_raw(request, settings)
     if not raw.strip() and allow_empty:
@@ -133,15 +139,20 @@ async def read_body(
     if media != "application/json" and not (media.startswith("application/") and media.endswith("+json")):
         text = f"content-type is {media[:60]!r}, not application/json; send the header Content-Type: application/json"
         raise ApiError(text, status=415, code="unsupported_media_type")
-    return await run_in_thread_if_large(len(raw), lambda: _decode(raw, kind, strict=settings.strict_fields))
+    return await run_in_thread_if_large(len(raw), lambda: _decode(raw, kind, strict=strict or settings.strict_fields))
 
 
 async def read_control(
-    request: Request, kind: type[_Struct], settings: ServerSettings, *, allow_empty: bool = False
+    request: Request,
+    kind: type[_Struct],
+    settings: ServerSettings,
+    *,
+    allow_empty: bool = False,
+    strict: bool = False,
 ) -> _Struct:
-    """Read the JSON body of a route that makes no answer; the endpoint reports the fields without effect. Raises as
-    `read_body`."""
-    body = await read_body(request, kind, settings, allow_empty=allow_empty)
+    """Read the JSON body of a route that controls the engine, as `read_body` does; the endpoint reports the fields
+    without effect."""
+    body = await read_body(request, kind, settings, allow_empty=allow_empty, strict=strict)
     request.scope[_WITHOUT_EFFECT] = body.ignored
     return body.value
 

@@ -117,7 +117,7 @@ def engine_stats(components: EngineComponents) -> EngineStats:
         accepted=core.request_table.accepted,
         finished=MappingProxyType(dict(core.request_table.finished)),
         num_steps=core.num_steps,
-        last_step_age_s=time.monotonic() - core.last_progress if core.has_admitted else 0.0,
+        last_step_age_s=time.monotonic() - core.last_progress if core.has_admitted_requests else 0.0,
         free_pages=sum(rank.free_pages for rank in ranks),
         cached_pages=sum(rank.cached_pages for rank in ranks),
         total_pages=sum(rank.total_pages for rank in ranks),

@@ -112,7 +112,7 @@ class EngineCore:
         return not self.released and self.pause_mode in (None, PauseMode.WAIT)
 
     @property
-    def has_admitted(self) -> bool:
+    def has_admitted_requests(self) -> bool:
         """Whether a request is open, and not all of them wait for admission."""
         holds_all = self.pause_mode is PauseMode.WAIT and not self.ranks.has_started
         return self.request_table.num_live > 0 and not holds_all

@@ -4,7 +4,7 @@ Numbers are the right operand, [I, O]. Codes are the left one, [O, I]: the compi
 and a right one through shared memory. Both pass through the chip once. Measured on an H200 with 16 rows: codes as
 float16 are 1.3 to 1.75 times as fast as numbers of bfloat16, codes as bfloat16 1.0 to 1.4 times; one instruction
 decodes two codes to float16, and bfloat16 takes four. So rows of bfloat16 are scaled to float16 first (scaled_rows.py),
-but for codes of e2m1 and more than a few rows an expert (packed_codes.py).
+but for codes of e2m1 and many rows an expert (packed_codes.py).
 
 Dims: N rows, T rows of a block, I inputs, J groups of inputs, O outputs, C columns of a block, R matrices of the
 stack."""

@@ -3,7 +3,6 @@
 A path in a request is resolved under --weights-root, or refused."""
 
 import asyncio
-import dataclasses
 from pathlib import Path
 
 from starlette.requests import Request
@@ -52,8 +51,7 @@ def parse_drafts(request: Request) -> bool:
 
 async def remember_rollouts(request: Request, server: ServerState) -> Response:
     """Take an answer to a prompt as a draft of later ones."""
-    strict = dataclasses.replace(server.settings, strict_fields=True)  # a field that is lost may be the namespace
-    rollout = await read_control(request, RememberRolloutsRequest, strict)
+    rollout = await read_control(request, RememberRolloutsRequest, server.settings, strict=True)
     await asyncio.to_thread(
         server.accepting_engine.engine.remember_rollouts,
         rollout.prompt_ids,
