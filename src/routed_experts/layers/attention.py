@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.layers.delta_rule import DeltaInputs, DeltaState
 from routed_experts.layers.kv_format import KV_CODES, KVScales, from_stored, to_stored
-from routed_experts.layers.quantized import E4M3
+from routed_experts.layers.quantized import E4M3, ScaledRows, Weight
 from routed_experts.layers.stack_traits import PLAIN_TRAITS, StackTraits
 
 MASK_VALUE = -1e30  # masks a score; finite, because inf - inf is NaN
@@ -53,8 +53,9 @@ class FusedQKV:
     arrays of all layers of the run and the rotary angles. The first 2F dims of a head are rotated; for whole heads the
     angles may stand twice, and a layer without positions has none (F = 0). `head_dim`: C, where a pool's rows may be
     wider; 0: their width. `dtype`: of queries, where `qkv` are parts of sums; None: that of `qkv`. `kv_scales`: of the
-    pool's codes, for kernels that take them. A kernel whose `fused_features` are empty gets angles twice and head
-    norms, and nothing that is None here."""
+    pool's codes, for kernels that take them. `next_matrices`: those that the values are multiplied by; from them a
+    kernel knows whether to scale them, as rows of all heads; None: it does not. A kernel whose `fused_features` are
+    empty gets angles twice and head norms, and nothing that is None here."""
 
     qkv: Float[Array, "N HGGC"] | Float[Array, "S N HGGC"]
     q_norm: Float[Array, "R C"] | Float[Array, "R HC"] | None
@@ -69,6 +70,7 @@ class FusedQKV:
     traits: StackTraits = dataclasses.field(default=PLAIN_TRAITS, metadata={"static": True})
     dtype: jnp.dtype | None = dataclasses.field(default=None, metadata={"static": True})
     kv_scales: KVScales | None = None
+    next_matrices: Weight | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,7 +116,7 @@ class AttentionBackend:
     fused: (
         Callable[
             [FusedQKV, Float[Array, "LP page 2G C"], Int[Array, ""], PagedBatch, int],
-            tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]],
+            tuple[Float[Array, "N H C"] | ScaledRows, Float[Array, "LP page 2G C"]],
         ]
         | None
     ) = None

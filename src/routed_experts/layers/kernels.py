@@ -121,8 +121,8 @@ class SlotOutputs:
 class FusedSteps:
     """The operations between the matrices of a layer as few kernels, for steps of at most `max_tokens` tokens, where
     launches count. `normed_rows`: (normed rows, next matrices or None) -> the rows in all forms that `add_slots` would
-    make for these matrices. `product`: (x, or normed rows made for these matrices, matrices [R D O], layer) -> S parts
-    of the sums, which the kernel that follows adds up. `add_parts`: (x, parts, biases [R D] or None, norm, matrices) ->
+    make for these matrices. `product`: (x, or rows made for these matrices, matrices [R D O], layer) -> S parts of the
+    sums, which the kernel that follows adds up. `add_parts`: (x, parts, biases [R D] or None, norm, matrices) ->
     (x plus the parts, its norm, the norm's product by the layer's matrix in parts). `route`: as a FusedRouter, with the
     biases of the run. `slots`: (call, shared experts or None, the call's rows scaled or None) -> each slot's expert
     applied to its row, and the shared ones to all rows, and the `slot_rows` of SlotOutputs; the call's `first_expert`
@@ -132,7 +132,7 @@ class FusedSteps:
 
     max_tokens: int
     normed_rows: Callable[[Float[Array, "N D"], Weight | None], NormedRows]
-    product: Callable[[Float[Array, "N D"] | NormedRows, Weight, Int[Array, ""]], Float[Array, "S N O"]]
+    product: Callable[[Float[Array, "N D"] | NormedRows | ScaledRows, Weight, Int[Array, ""]], Float[Array, "S N O"]]
     add_parts: Callable[
         [Float[Array, "N D"], Float[Array, "S N D"], Float[Array, "R D"] | None, StreamNorm, Float[Array, "R D O"]],
         tuple[Float[Array, "N D"], NormedRows, Float[Array, "P N O"]],

@@ -10,6 +10,7 @@ from routed_experts.layers.attention import AttentionBackend, FusedQKV, LatentQK
 from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.attention_variants import write_latent
 from routed_experts.layers.kv_format import KV_CODES, KVScales
+from routed_experts.layers.quantized import ScaledRows
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,7 @@ class PagedAttend:
 
     def attend_fused(
         self, projected: FusedQKV, pool: Float[Array, "LP page 2G C"], layer: Int[Array, ""]
-    ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
+    ) -> tuple[Float[Array, "N H C"] | ScaledRows, Float[Array, "LP page 2G C"]]:
         """The same from the projection's own output, for a backend that does it all."""
         assert self.backend.fused is not None, self.backend.name
         scales = self._scales_of(layer, pool)
@@ -118,7 +119,9 @@ class HybridAttend:
         mixed, pages = self.paged(queries, keys, values, cache.pages, layer, features)
         return mixed, dataclasses.replace(cache, pages=pages)
 
-    def attend_fused(self, projected: FusedQKV, cache: Any, layer: Int[Array, ""]) -> tuple[Float[Array, "N H C"], Any]:
+    def attend_fused(
+        self, projected: FusedQKV, cache: Any, layer: Int[Array, ""]
+    ) -> tuple[Float[Array, "N H C"] | ScaledRows, Any]:
         """`PagedAttend.attend_fused`."""
         mixed, pages = self.paged.attend_fused(projected, cache.pages, layer)
         return mixed, dataclasses.replace(cache, pages=pages)

@@ -173,10 +173,11 @@ Weight = Float[Array, "R I O"] | QuantizedWeight
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ScaledRows:
-    """Rows for products with codes: each times a power of two, and the inverses, which their sums are multiplied by."""
+    """Rows for products with codes: each of P parts of a row, of equal lengths, times a power of two, and the inverses,
+    which its sums are multiplied by."""
 
     values: Float[Array, "N D"]  # float16
-    inverse: Float[Array, " N"]  # float32
+    inverse: Float[Array, "N P"]  # float32
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -187,6 +188,11 @@ class ScaledRows:
     def dtype(self) -> jnp.dtype:
         """Of the values."""
         return self.values.dtype
+
+    @property
+    def part(self) -> int:
+        """Numbers of a part."""
+        return self.values.shape[1] // self.inverse.shape[1]
 
 
 LARGEST_E4M3 = 448.0

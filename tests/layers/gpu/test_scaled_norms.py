@@ -34,6 +34,7 @@ from support.model_steps import PAGE, packed
 pytestmark = pytest.mark.usefixtures("fast_in_every_run")
 
 HALF = jnp.bfloat16
+ATTENTION = gpu_attention_backend(interpret=True)
 
 
 def scaled(x, *, interpret=True):
@@ -240,8 +241,14 @@ CODED = (
 FUSED, IN_PIECES = (  # no attention kernel clips projections
     dataclasses.replace(layer(mixer, router=dict(num_experts=32)), coded=CODED) for mixer in ({}, dict(clip=2.0))
 )
+_QKV = dataclasses.replace(CODED[0], segments=(256, 128, 128))
+_ROTARY = dataclasses.replace(FUSED.mixer.rotary, inverse=tuple(1e4 ** -(np.arange(32) / 32)))
+WIDE_HEADS = dataclasses.replace(
+    FUSED, mixer=dataclasses.replace(FUSED.mixer, head_dim=64, rotary=_ROTARY), coded=(_QKV, *CODED[1:])
+)
 LAYERS = {
     "one kind": [FUSED] * 3,
+    "wide heads": [WIDE_HEADS] * 2,
     "in pieces first": [IN_PIECES, FUSED] * 2,
     "in pieces last": [FUSED, IN_PIECES] * 2,
 }
@@ -269,14 +276,21 @@ def without_scaled_norms(kernels):
     return dataclasses.replace(kernels, fused_layer=steps)
 
 
-def decode_program(name, kernels, num_rows):
+def without_scaled_heads(attention):
+    """The backend, whose values are as they were for numbers."""
+    fused = attention.fused
+    plain = lambda projected, *args: fused(dataclasses.replace(projected, next_matrices=None), *args)  # noqa: E731
+    return dataclasses.replace(attention, fused=plain)
+
+
+def decode_program(name, kernels, num_rows, attention=ATTENTION):
     """A decode step of many requests with one page each, the last one padding, and its arguments."""
     (graphdef, state), config = nnx.split(coded_model(name)), coded_model(name).config
     spec = ProgramSpec(
         graphdef=graphdef,
         capture=config.capture_spec,
         kernels=kernels,
-        attention=gpu_attention_backend(interpret=True),
+        attention=attention,
         num_pages=num_rows + 1,
         raw_logprobs=False,
     )
@@ -303,14 +317,15 @@ def decode_program(name, kernels, num_rows):
     [
         # attention's output, what the second product of experts reads, and the first norm; without, each norm
         ("one kind", 2 * 3 + 1, 4 * 3),
+        ("wide heads", 2 + 1, 3 * 2),  # whose attention scales its output
         # and the first projections in pieces
         pytest.param("in pieces first", 2 * 4 + 2, 2 * 4 + 2 + 2 + 4, marks=pytest.mark.thorough),
         ("in pieces last", 2 * 4 + 2 + 1, 2 * 4 + 2 + 2 + 4),
     ],
 )
 def test_a_step_scales_no_norm_by_a_launch(name, scalings, without):
-    """But for the norm before the first layer. What is scaled by one is the output of attention, and what the second
-    product of experts reads."""
+    """But for the norm before the first layer. What is scaled by one is the output of attention with narrow heads, and
+    what the second product of experts reads."""
     kernels, num_layers = gpu_kernels(interpret=True), len(LAYERS[name])
     step, args = decode_program(name, kernels, 32)
     names = launches(step, *args)
@@ -336,5 +351,17 @@ def test_a_step_with_scaled_norms_equals_one_without(name, num_rows):
         step, args = decode_program(name, bundle, num_rows)
         pool, out = jax.jit(step)(*args)
         outs.append((pool, out.hidden[: num_rows - 1], out.rows[: num_rows - 1]))
+    assert np.isfinite(np.asarray(outs[0][1], np.float32)).all()
+    assert_same(*outs)
+
+
+def test_a_step_with_scaled_heads_equals_one_without():
+    """Groups of 32 inputs are parts of a head of 64, so that both add up the same sums."""
+    kernels, outs = gpu_kernels(interpret=True), []
+    for attention in (ATTENTION, without_scaled_heads(ATTENTION)):
+        step, args = decode_program("wide heads", kernels, 32, attention)
+        assert launches(step, *args)["scale_rows"] == (3 if attention is ATTENTION else 2 * 2 + 1)
+        pool, out = jax.jit(step)(*args)
+        outs.append((pool, out.hidden[:31], out.rows[:31]))
     assert np.isfinite(np.asarray(outs[0][1], np.float32)).all()
     assert_same(*outs)

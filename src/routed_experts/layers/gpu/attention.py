@@ -2,7 +2,8 @@
 query rows. Keys outside of a window or chunk are not read.
 
 Query heads that share a kv head are the rows of one tile, so keys and values are read once for all of them. A second
-kernel combines the splits of a request in their order: no result depends on the order in which blocks run. Slots
+kernel combines the splits of a request in their order: no result depends on the order in which blocks run. For a
+product with codes the values of decode and verify are scaled where they are made, a head at a time. Slots
 that a request does not own may hold NaN: their scores become MASK_VALUE and their values 0. Where codes have scales,
 that of keys multiplies the scores and that of values the sums, float32. Dims: N tokens, B requests, H query heads, G kv
 heads, C head dim, L layers of the pool, R layers of the stack, S splits, T keys of a step, Q query tokens of a tile, M
@@ -28,31 +29,39 @@ from routed_experts.layers.gpu.capability import converts_e4m3
 from routed_experts.layers.gpu.delta_rule import gpu_delta
 from routed_experts.layers.gpu.kv_write import gpu_write, scale_arrays
 from routed_experts.layers.gpu.latent import gpu_latent, latent_attention
+from routed_experts.layers.gpu.moe import takes_scaled_rows
 from routed_experts.layers.gpu.paged_softmax import (
     State,
     add_scores,
     add_visible_keys,
     choose_splits,
+    combine_scaled,
     combine_splits,
     empty_state,
     most_visible,
     pages_of,
     part_shapes,
+    scales_heads,
     split_range,
+    store_heads,
     visible_bounds,
 )
 from routed_experts.layers.gpu.qk_norm_rope import FEATURES, prepare
 from routed_experts.layers.gpu.ragged import find_tile, most_tiles
+from routed_experts.layers.gpu.scaled_rows import scaled_shape
 from routed_experts.layers.gpu.warpgroup_attention import suits_warpgroup_attention, warpgroup_attention
 from routed_experts.layers.gpu.warpgroups import Warpgroups
 from routed_experts.layers.kv_format import KV_CODES, from_stored
-from routed_experts.layers.quantized import E4M3
+from routed_experts.layers.quantized import E4M3, ScaledRows
 
 # (head dims up to, rows of a tile, keys of a step, warps, stages): measured best on an H200 at 16 prompts of 1,024
 EXTEND_STEPS = ((64, 128, 64, 8, 3), (128, 64, 32, 4, 2), (256, 128, 64, 8, 2), (2**31, 64, 32, 8, 2))
-# (requests up to, keys of a step, warps, stages): measured best on an H200 at 32/4 heads of 128
-DECODE_STEPS = ((8, 32, 4, 3), (32, 64, 4, 3), (128, 128, 4, 2), (2**31, 64, 2, 2))
-VERIFY_STEP = (64, 4, 2)  # keys of a step, warps, stages
+# (requests up to, keys of a step, warps, stages): measured best on an H200 with 32 heads of 128 dims in 4 groups, for
+# 544 to 4,096 keys a request
+DECODE_STEPS = ((1, 32, 4, 3), (64, 64, 2, 3), (128, 32, 4, 3), (2**31, 32, 2, 2))
+# (rows of a tile up to, requests up to, keys of a step, warps, stages): those of up to 32 rows measured best on an H200
+# with 4 tokens a request
+VERIFY_STEPS = ((32, 1, 32, 4, 3), (32, 2**31, 64, 2, 3), (2**31, 2**31, 64, 4, 2))
 MIN_ROWS, MAX_VERIFY_ROWS = 16, 128  # of a tile: the narrowest product, and what its registers hold
 WIDE_KEYS = 32  # at most, of heads of more than 256 dims: shared memory holds the keys and values of all stages
 Sinks = tuple[Float[Array, "R H"], Int[Array, ""]]  # of all layers of the stack, and the layer
@@ -168,7 +177,7 @@ def _decode(
     mixed = extra.scaled(mixed)
     if splits == 1:
         mixed = mixed / jnp.maximum(total, 1e-30)[:, None]
-        plgpu.store(outs[0].at[request, heads[:, None], lanes[None, :]], mixed.astype(outs[0].dtype), mask=mask)
+        store_heads(outs[0], request, heads, lanes, mixed.astype(queries.dtype), mask)
         return
     plgpu.store(outs[0].at[request, split, heads[:, None], lanes[None, :]], mixed, mask=mask)
     plgpu.store(outs[1].at[request, split, heads], top, mask=head < share)
@@ -207,9 +216,10 @@ def decode_attention(
     sinks: Sinks | None = None,
     splits: int | None = None,
     stride: int = 1,
+    scaled: bool = False,
     interpret: bool = False,
-) -> Float[Array, "B H C"]:
-    """One query token a request. `sinks`: in a stack; else those of `features`."""
+) -> Float[Array, "B H C"] | ScaledRows:
+    """One query token a request. `sinks`: in a stack; else those of `features`. `scaled`: as rows of all heads."""
     (num_rows, heads, dim), groups = queries.shape, pool.shape[2] // 2
     share, extra = heads // groups, _sinks_and_scales(features, sinks)
     splits = splits or choose_splits(num_rows, groups, most_visible(batch, pool.shape[1], features))
@@ -225,15 +235,18 @@ def decode_attention(
         **_static(features),
     )
     out_shape = jax.ShapeDtypeStruct(queries.shape, queries.dtype)
+    direct = scaled_shape(num_rows, heads * dim, parts=heads) if scaled else out_shape
     outs = pl.pallas_call(
         kernel,
-        [out_shape] if splits == 1 else part_shapes(num_rows, splits, heads, dim),
+        [direct] if splits == 1 else part_shapes(num_rows, splits, heads, dim),
         grid=(groups, num_rows, splits),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name="decode_attention",
     )(jnp.asarray(first_page, jnp.int32).reshape(1), queries, pool, batch.seq_lens, batch.page_table, *extra)
-    return outs[0] if splits == 1 else combine_splits(outs, out_shape, splits, interpret=interpret)
+    if splits == 1:
+        return outs[0]
+    return (combine_scaled if scaled else combine_splits)(outs, out_shape, splits, interpret=interpret)
 
 
 def _extend(
@@ -394,15 +407,18 @@ def verify_attention(
     sinks: Sinks | None = None,
     splits: int | None = None,
     stride: int = 1,
+    scaled: bool = False,
     interpret: bool = False,
-) -> Float[Array, "N H C"]:
+) -> Float[Array, "N H C"] | ScaledRows:
     """At most `batch.max_queries` tokens a request: the keys of a request are split as in decode, and read once for all
-    of its tokens. Rows of padding are not defined. `sinks`: in a stack; else those of `features`."""
+    of its tokens. Rows of padding are not defined. `sinks`: in a stack; else those of `features`. `scaled`: as rows of
+    all heads."""
     (num_tokens, heads, dim), groups = queries.shape, pool.shape[2] // 2
     share, num_requests, extra = heads // groups, batch.seq_lens.shape[0], _sinks_and_scales(features, sinks)
     splits = splits or choose_splits(num_requests, groups, most_visible(batch, pool.shape[1], features))
     tile = power_of_two(max(batch.max_queries, MIN_ROWS // power_of_two(share)))
-    keys, warps, stages = VERIFY_STEP
+    rows = tile * power_of_two(share)
+    keys, warps, stages = next(row[2:] for row in VERIFY_STEPS if rows <= row[0] and num_requests <= row[1])
     kernel = functools.partial(
         _verify,
         share=share,
@@ -429,7 +445,7 @@ def verify_attention(
         *extra,
     )
     out = jax.ShapeDtypeStruct(queries.shape, queries.dtype)
-    return combine_splits(parts, out, splits, interpret=interpret)
+    return (combine_scaled if scaled else combine_splits)(parts, out, splits, interpret=interpret)
 
 
 def _fits_verify(batch: PagedBatch, share: int) -> bool:
@@ -451,6 +467,36 @@ def gpu_attention(
 ) -> Float[Array, "N H C"]:
     """Attention of a step's tokens to the pool. `warpgroups`: those of a Hopper GPU, which compute prompts that suit
     them."""
+    mixed = _attend(
+        queries,
+        pool,
+        first_page,
+        batch,
+        features,
+        sinks=sinks,
+        stride=stride,
+        warpgroups=warpgroups,
+        scaled=False,
+        interpret=interpret,
+    )
+    assert not isinstance(mixed, ScaledRows), "scaled only where that is asked for"
+    return mixed
+
+
+def _attend(
+    queries: Float[Array, "N H C"],
+    pool: Float[Array, "LP page 2G C"],
+    first_page: Int[Array, ""],
+    batch: PagedBatch,
+    features: AttentionFeatures,
+    *,
+    sinks: Sinks | None,
+    stride: int,
+    warpgroups: Warpgroups | None,
+    scaled: bool,
+    interpret: bool,
+) -> Float[Array, "N H C"] | ScaledRows:
+    """The same. `scaled`: decode and verify return rows of all heads."""
     if features.latent:
         return latent_attention(queries, pool, first_page, batch, features, stride=stride, interpret=interpret)
     share = queries.shape[1] // (pool.shape[2] // 2)
@@ -459,8 +505,11 @@ def gpu_attention(
         return warpgroup_attention(
             queries, pool, first_page, batch, features, warpgroups, sinks=_own_sinks(features, sinks), stride=stride
         )
-    attend = decode_attention if batch.decode else extend_attention if is_extend else verify_attention
-    return attend(queries, pool, first_page, batch, features, sinks=sinks, stride=stride, interpret=interpret)
+    options: Any = {"sinks": sinks, "stride": stride, "interpret": interpret}
+    if is_extend:
+        return extend_attention(queries, pool, first_page, batch, features, **options)
+    attend = decode_attention if batch.decode else verify_attention
+    return attend(queries, pool, first_page, batch, features, scaled=scaled, **options)
 
 
 def fused_attention(
@@ -472,14 +521,26 @@ def fused_attention(
     *,
     warpgroups: Warpgroups | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
+) -> tuple[Float[Array, "N H C"] | ScaledRows, Float[Array, "LP page 2G C"]]:
     """Prepare, write and attend."""
     queries, pool = prepare(projected, pool, layer, batch, stride=num_pages, interpret=interpret)
     traits, sinks = projected.traits, None if projected.sinks is None else (projected.sinks, projected.layer)
     scales = projected.kv_scales
     features = AttentionFeatures(window=traits.window, chunk=traits.chunk, scale=traits.scale, kv_scales=scales)
-    attend = functools.partial(gpu_attention, sinks=sinks, stride=num_pages, warpgroups=warpgroups, interpret=interpret)
-    return attend(queries, pool, layer, batch, features), pool
+    num_tokens, _, dim = queries.shape
+    mixed = _attend(
+        queries,
+        pool,
+        layer,
+        batch,
+        features,
+        sinks=sinks,
+        stride=num_pages,
+        warpgroups=warpgroups,
+        scaled=scales_heads(dim) and takes_scaled_rows(num_tokens, queries.dtype, projected.next_matrices),
+        interpret=interpret,
+    )
+    return mixed, pool
 
 
 def gpu_attention_backend(*, interpret: bool, warpgroups: Warpgroups | None = None) -> AttentionBackend:

@@ -30,7 +30,9 @@ def gpu_kernels(*, interpret: bool, warpgroups: Warpgroups | None = None) -> Ker
     """The bundle; `interpret` runs it on any device, slowly, for tests. `warpgroups`: those of a Hopper GPU. Matrices
     of e4m3 stay codes from compute capability 8.9 on."""
 
-    def product(x: Float[Array, "N D"] | NormedRows, weights: Weight, layer: Int[Array, ""]) -> Float[Array, "S N O"]:
+    def product(
+        x: Float[Array, "N D"] | NormedRows | ScaledRows, weights: Weight, layer: Int[Array, ""]
+    ) -> Float[Array, "S N O"]:
         rows = x.fastest if isinstance(x, NormedRows) else x
         return partial_sums(rows, weights, layer, interpret=interpret)
 

@@ -116,7 +116,7 @@ def _copy_row(
             def _(slot: Array = slot, copy: Array = copy) -> None:
                 rows[slot] = copy
                 if isinstance(x, ScaledRows):
-                    copies.inverse[copy] = x.inverse[token]
+                    copies.inverse[copy, 0] = x.inverse[token, 0]
 
 
 def group_rows(
@@ -131,6 +131,7 @@ def group_rows(
     """Copy each row to the tiles of its experts, in order of tokens; rows that are not valid are in no tile. Ids of
     valid rows are experts: another one would be written outside of the tiles. Returns
     the rows of all tiles [P, D], the row of each slot, which is not defined for slots of padding, and the tiles."""
+    assert not isinstance(x, ScaledRows) or x.inverse.shape[1] == 1, "one power a row is copied"
     (num_rows, top_k), dim = ids.shape, x.shape[1]
     slots, flat = num_rows * top_k, ids.reshape(-1)
     chunk, lanes = min(power_of_two(slots), _CHUNK), min(power_of_two(dim), _LANES)

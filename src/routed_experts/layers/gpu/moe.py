@@ -3,10 +3,9 @@ afterwards. Biases are added where the product is stored. Shared experts are fur
 
 Expert weights of the whole stack are read in place: expert e of the layer is row first_expert + e of the arrays.
 Slots (n*K + k) are sorted by expert in order of n, so no result depends on the order in which blocks run; there are
-no atomics. Each block finds its expert from the counts alone: `counts[e]` slots are in `order` from the sum of the
-counts before them. With few slots nothing is sorted: each slot is a tile of its own. Weights pass once through the
-chip at small N, where they are all the traffic. Dims: N tokens, K experts per token, E experts of a layer, R layers
-of the stack, D hidden, F expert width, T rows of a tile."""
+no atomics. With few slots nothing is sorted: each slot is a tile of its own. Weights pass once through the chip at
+small N, where they are all the traffic. Dims: N tokens, K experts per token, E experts of a layer, R layers of the
+stack, D hidden, F expert width, T rows of a tile, M tiles."""
 
 import dataclasses
 import functools
@@ -63,7 +62,6 @@ class KernelConfig:
     the experts' width; 0 without shared experts."""
 
     tile: Tile
-    num_experts: int
     top_k: int
     sorted_slots: bool
     stride: int
@@ -123,6 +121,7 @@ E2M1_TILES = (
     MoeTiles(rows=40, gate_up=_tile(64, 64, 64, 4, 3), down=_tile(64, 64, 64, 4, 3)),
     MoeTiles(rows=float("inf"), gate_up=_tile(128, 64, 64, 4, 3), down=_tile(128, 64, 64, 4, 3)),
 )
+_TILES_AT_ONCE = 32  # that a program writes
 # Up to how many slots nothing is sorted, and the tiles of more
 _TABLES = {
     MatrixKind.NUMBERS: (FEW_SLOTS, TILES),
@@ -137,8 +136,18 @@ _TABLES = {
 _LEAST_STEP, _MOST_STEP, _MOST_PACKED_STEP, _WARP_BYTES = 256, 512, 1024, 2048
 
 
-def _list_slots(ids: Any, valid: Any, counts: Any, order: Any, *, slots: int, top_k: int, chunk: int) -> None:
-    """Program e: how many slots chose expert e, and which, behind those of all lower experts."""
+def _list_slots(
+    ids: Any,
+    valid: Any,
+    order: Any,
+    *tables: Any,
+    slots: int,
+    num_experts: int,
+    top_k: int,
+    chunk: int,
+    rows: list[int],
+) -> None:
+    """Program e: the slots that chose expert e, behind those of all lower experts, and its tiles."""
     expert = pl.program_id(0)
 
     chosen = functools.partial(load_experts, ids, valid, slots=slots, top_k=top_k, chunk=chunk)
@@ -154,7 +163,8 @@ def _list_slots(ids: Any, valid: Any, counts: Any, order: Any, *, slots: int, to
     steps = -(-slots // chunk)
     zero = jnp.zeros((), jnp.int32)
     start, total = lax.fori_loop(0, steps, count, (zero, zero))
-    counts[expert] = total
+    for table, tile_rows in zip(tables, rows, strict=True):
+        _list_tiles(table, expert, start, total, slots=slots, num_experts=num_experts, rows=tile_rows)
 
     def write(index: Array, offset: Array) -> Array:
         slot_ids, expert_ids = chosen(index)
@@ -166,14 +176,45 @@ def _list_slots(ids: Any, valid: Any, counts: Any, order: Any, *, slots: int, to
     lax.fori_loop(0, steps, write, start)
 
 
+def _list_tiles(
+    table: Any, expert: Array, start: Array, total: Array, *, slots: int, num_experts: int, rows: int
+) -> None:
+    """The tiles of an expert whose slots are `total` from `start` on. They need no counts of other experts: first tiles
+    are so far apart that there is room for the tiles of any counts. Tiles in between have no rows, nor has the rest
+    behind the last expert."""
+    num_tiles = table.shape[0]
+    if num_tiles == slots:
+        first, following = start, start + total
+    else:
+        first, following = start // rows + expert, (start + total) // rows + expert + 1
+    following = jnp.where(expert == num_experts - 1, num_tiles, following)
+
+    def write(index: Array, carry: None) -> None:
+        tile = first + index * _TILES_AT_ONCE + jnp.arange(_TILES_AT_ONCE)
+        position, is_own = start + (tile - first) * rows, tile < following
+        for column, numbers in enumerate((expert, position, jnp.maximum(start + total, position))):
+            plgpu.store(table.at[tile, column], jnp.broadcast_to(numbers, tile.shape), mask=is_own)
+
+    lax.fori_loop(0, pl.cdiv(following - first, _TILES_AT_ONCE), write, None)
+
+
+def _num_tiles(slots: int, num_experts: int, rows: int) -> int:
+    """Tiles of so many rows that so many slots have, at most."""
+    return min(slots, slots // rows + num_experts)
+
+
 def sort_slots(
-    ids: Int[Array, "N K"], valid: Bool[Array, " N"], *, num_experts: int, interpret: bool
-) -> tuple[Int[Array, " E"], Int[Array, " NK"]]:
-    """Count the slots of each expert and list them, expert by expert; slots of padding rows are left out."""
+    ids: Int[Array, "N K"], valid: Bool[Array, " N"], *, num_experts: int, rows: list[int], interpret: bool
+) -> tuple[Int[Array, " NK"], list[Int[Array, "M 3"]]]:
+    """List the slots expert by expert; slots of padding rows are left out. And, for each of some tile sizes, the tiles:
+    the expert, where its first slot is in that list, and where the expert's last one ends, which is the same place for
+    a tile without rows."""
     slots = ids.size
     chunk = min(power_of_two(slots), 4096)
-    kernel = functools.partial(_list_slots, slots=slots, top_k=ids.shape[1], chunk=chunk)
-    shapes = (jax.ShapeDtypeStruct((num_experts,), jnp.int32), jax.ShapeDtypeStruct((slots,), jnp.int32))
+    sizes = dict(slots=slots, num_experts=num_experts, top_k=ids.shape[1], chunk=chunk, rows=rows)
+    kernel = functools.partial(_list_slots, **sizes)
+    tables = [jax.ShapeDtypeStruct((_num_tiles(slots, num_experts, own), 3), jnp.int32) for own in rows]
+    shapes = (jax.ShapeDtypeStruct((slots,), jnp.int32), *tables)
     call = pl.pallas_call(
         kernel,
         shapes,
@@ -182,27 +223,13 @@ def sort_slots(
         interpret=interpret,
         name="sort_slots",
     )
-    counts, order = call(ids.reshape(-1), valid)
-    return counts, order
-
-
-def _find_tile(tile: Array, counts: Any, rows: int, num_experts: int) -> tuple[Array, Array, Array]:
-    """(expert, position of the first row, end of the expert's rows) of that tile; expert E if no such tile
-    exists."""
-    experts = jnp.arange(power_of_two(num_experts))
-    counted = plgpu.load(counts.at[experts], mask=experts < num_experts, other=0)
-    tiles = (counted + rows - 1) // rows
-    tile_ends, ends = jnp.cumsum(tiles), jnp.cumsum(counted)
-    expert = jnp.sum((tile_ends <= tile).astype(jnp.int32))
-    is_expert = experts == expert
-    first = jnp.sum(jnp.where(is_expert, tile_ends - tiles, 0))
-    start, end = jnp.sum(jnp.where(is_expert, ends - counted, 0)), jnp.sum(jnp.where(is_expert, ends, 0))
-    return jnp.where(expert >= power_of_two(num_experts), num_experts, expert), start + (tile - first) * rows, end
+    order, *listed = call(ids.reshape(-1), valid)
+    return order, listed
 
 
 def _with_tile(refs: tuple[Any, ...], static: KernelConfig, body: Callable[[Array, Array, Array], None]) -> None:
     """Run `body(expert, slots, mask)` for the block's tile, if it has one."""
-    first, valid, ids, counts, order = refs
+    first, valid, ids, table, order = refs
     tile, index = static.tile, pl.program_id(1) - static.shared_tiles
     is_routed = index >= 0
     index = jnp.maximum(index, 0)
@@ -215,9 +242,9 @@ def _with_tile(refs: tuple[Any, ...], static: KernelConfig, body: Callable[[Arra
             body(first[0] * static.stride + expert, jnp.where(rows == 0, index, ids.shape[0]), rows == 0)
 
         return
-    expert, start, end = _find_tile(index, counts, tile.rows, static.num_experts)
+    expert, start, end = (table[index, column] for column in range(3))
 
-    @pl.when((expert < static.num_experts) & is_routed)
+    @pl.when((start < end) & is_routed)
     def _() -> None:
         positions = start + jnp.arange(tile.rows)
         mask = positions < end
@@ -412,9 +439,11 @@ def slot_outputs(
     slots, flat = num_rows * top_k, call.ids.reshape(-1)
     assert shared is None or stride == call.num_experts, "shared experts are found by the layer's number"
     if tiles.sorted_slots:
-        counts, order = sort_slots(call.ids, call.valid, num_experts=call.num_experts, interpret=interpret)
+        rows = sorted({tiles.gate_up.rows, tiles.down.rows})
+        order, listed = sort_slots(call.ids, call.valid, num_experts=call.num_experts, rows=rows, interpret=interpret)
+        tables = dict(zip(rows, listed, strict=True))
     else:
-        counts, order = flat, flat  # not read
+        order, tables = flat, {}  # not read
     first = call.first_expert.reshape(1)
     matrices = [call.gate_up, call.down] + ([] if shared is None else [shared.gate_up, shared.down])
     check_weights(*matrices)
@@ -435,7 +464,6 @@ def slot_outputs(
         tile = dataclasses.replace(tile, inner=scaled_step(tile.inner, call.x.dtype))
         static = KernelConfig(
             tile=tile,
-            num_experts=call.num_experts,
             top_k=top_k,
             sorted_slots=tiles.sorted_slots,
             stride=stride,
@@ -445,7 +473,7 @@ def slot_outputs(
             shared_chunks=chunks,
             interpret=interpret,
         )
-        num_tiles = min(slots, slots // tile.rows + call.num_experts) if tiles.sorted_slots else slots
+        num_tiles = _num_tiles(slots, call.num_experts, tile.rows) if tiles.sorted_slots else slots
         return pl.pallas_call(
             functools.partial(kernel, static=static),
             [jax.ShapeDtypeStruct(shape, call.x.dtype) for shape in shapes],
@@ -453,7 +481,7 @@ def slot_outputs(
             compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
             interpret=interpret,
             name=name,
-        )(first, call.valid, flat, counts, order, *given)
+        )(first, call.valid, flat, tables.get(tile.rows, flat), order, *given)
 
     is_scaled = scaled_x is not None and scaled and tiles.gate_up.rows >= FEWEST_ROWS
     x = scaled_x if is_scaled else prepared(call.x, tiles.gate_up)

@@ -173,7 +173,23 @@ def end_sums(total: Array, x: Any, weights: Any, rows: Array, row_mask: Array | 
     """The sums by row, of rows as they were before they were scaled. `row_mask` [T, 1]."""
     if not isinstance(weights, QuantizedWeight):
         return total
-    return total.T * load_or_zero(x.inverse.at[rows[:, None]], row_mask) if isinstance(x, ScaledRows) else total.T
+    if not isinstance(x, ScaledRows) or is_in_parts(x):
+        return total.T
+    return total.T * load_or_zero(x.inverse.at[rows[:, None], 0], row_mask)
+
+
+def is_in_parts(x: Any) -> bool:
+    """Whether rows have parts with powers of their own."""
+    return isinstance(x, ScaledRows) and x.inverse.shape[1] > 1
+
+
+def load_inverse(x: Any, rows: Array, row_mask: Array | None, first: Any) -> list[Float[Array, "1 T"]]:
+    """What the sums over inputs from `first` on, all in one part, are multiplied by; nothing where a row has one
+    power."""
+    if not is_in_parts(x):
+        return []
+    at = x.inverse.at[rows[None, :], lax.div(jnp.asarray(first), x.part)]
+    return [load_or_zero(at, None if row_mask is None else row_mask.T)]
 
 
 def _dot(rows: Float[Array, "N D"], matrix: Float[Array, "D O"]) -> Float[Array, "N O"]:

@@ -17,8 +17,11 @@ from routed_experts.layers.attention import MASK_VALUE, PagedBatch
 from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.attention_variants import first_visible
 from routed_experts.layers.gpu.blocks import power_of_two
+from routed_experts.layers.gpu.scaled_rows import PART_UNIT, scaled_shape, to_float16
+from routed_experts.layers.quantized import ScaledRows
 
-DECODE_BLOCKS = 512  # about four of each multiprocessor: keys are split until the grid has so many
+_MOST_WIDTH = 128  # dims of a block of `combine_splits`
+DECODE_BLOCKS = 256  # about two of each multiprocessor: keys are split until the grid has so many
 SPLIT_KEYS = 128  # fewest keys of a split at the longest context
 LOG2E = 1.4426950408889634
 
@@ -67,10 +70,24 @@ def split_range(visible: Array, length: Array, split: Array, splits: int, keys: 
     return start, jnp.minimum(start + size, length)
 
 
-def _combine_splits(parts: Any, tops: Any, totals: Any, out: Any, *, splits: int, width: int) -> None:
+def store_heads(out: Any, row: Array, heads: Array, lanes: Array, mixed: Float[Array, "... C"], mask: Array) -> None:
+    """Inside a kernel: write dims `lanes` of one head, or of `heads` [M], of a row; with scaled rows each head's power,
+    too. `mask`: of the numbers."""
+    last = lanes if heads.ndim == 0 else lanes[None, :]
+    head = heads if heads.ndim == 0 else heads[:, None]
+    if not isinstance(out, ScaledRows):
+        plgpu.store(out.at[row, head, last], mixed, mask=mask)
+        return
+    arrays: Any = out.values, out.inverse
+    values, inverse = to_float16(mixed)
+    plgpu.store(arrays[0].at[row, head * out.part + last], values, mask=mask)
+    plgpu.store(arrays[1].at[row, heads], inverse, mask=heads < arrays[1].shape[1])
+
+
+def _combine_splits(parts: Any, tops: Any, totals: Any, out: Any, *, splits: int, width: int, dtype: Any) -> None:
     """Block (head, request, columns): the splits of one row in their order."""
     head, request = pl.program_id(0), pl.program_id(1)
-    dim = out.shape[2]
+    dim = parts.shape[3]
     lanes, order = pl.program_id(2) * width + jnp.arange(width), jnp.arange(power_of_two(splits))
     is_split, real = order < splits, lanes < dim
     top = plgpu.load(tops.at[request, order, head], mask=is_split, other=MASK_VALUE)
@@ -80,23 +97,39 @@ def _combine_splits(parts: Any, tops: Any, totals: Any, out: Any, *, splits: int
     )
     scale = jnp.exp2(top - jnp.max(top, axis=0))
     mixed = jnp.sum(part * scale[:, None], axis=0) / jnp.maximum(jnp.sum(total * scale, axis=0), 1e-30)
-    plgpu.store(out.at[request, head, lanes], mixed.astype(out.dtype), mask=real)
+    store_heads(out, request, head, lanes, mixed.astype(dtype), real)
 
 
 def combine_splits(
     parts: list[Array], queries: jax.ShapeDtypeStruct, splits: int, *, interpret: bool
 ) -> Float[Array, "B H C"]:
     """Combine the splits of all rows; `parts`: weighted values [B S H C], maxima and normalisers [B S H]."""
+    return _combine(parts, queries, queries, splits, interpret=interpret)
+
+
+def combine_scaled(parts: list[Array], queries: jax.ShapeDtypeStruct, splits: int, *, interpret: bool) -> ScaledRows:
+    """The same into rows of all heads, [B, H * C], each of whose heads is scaled."""
     num_rows, heads, dim = queries.shape
-    width = min(128, power_of_two(dim))
+    assert scales_heads(dim), "a block scales a head"
+    return _combine(parts, queries, scaled_shape(num_rows, heads * dim, parts=heads), splits, interpret=interpret)
+
+
+def _combine(parts: list[Array], queries: jax.ShapeDtypeStruct, out: Any, splits: int, *, interpret: bool) -> Any:
+    num_rows, heads, dim = queries.shape
+    width = min(_MOST_WIDTH, power_of_two(dim))
     return pl.pallas_call(
-        functools.partial(_combine_splits, splits=splits, width=width),
-        queries,
+        functools.partial(_combine_splits, splits=splits, width=width, dtype=queries.dtype),
+        out,
         grid=(heads, num_rows, pl.cdiv(dim, width)),
         compiler_params=plgpu.CompilerParams(num_warps=1 if splits <= 8 else 4, num_stages=1),
         interpret=interpret,
         name="combine_splits",
     )(*parts)
+
+
+def scales_heads(dim: int) -> bool:
+    """Whether kernels scale heads of that many dims, for the product that follows."""
+    return dim <= _MOST_WIDTH and dim % PART_UNIT == 0
 
 
 def part_shapes(num_rows: int, splits: int, heads: int, dim: int) -> list[jax.ShapeDtypeStruct]:

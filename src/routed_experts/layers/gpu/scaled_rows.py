@@ -1,12 +1,13 @@
-"""Rows of bfloat16 as float16, each times a power of two, for products with codes: whole rows by the kernel that makes
-them (residual.py) or by one of their own; of a product of few rows, by the product's kernel, step by step (sums.py).
+"""Rows of bfloat16 as float16, times powers of two, for products with codes: whole rows by the kernel that makes them
+(residual.py) or by one of their own; in parts, each with its own power, by kernels whose blocks make a part of a row
+(attention.py, moe.py); of a product of few rows, by the product's kernel, step by step (sums.py).
 
 A row's largest number is taken to [2^14, 2^15), just below the largest float16, and its sums are multiplied by the
 inverse, which is exact. float16 has more bits than bfloat16, but ends at 2^-24: numbers of a row from 2^-31 of its
 largest on are exact, and smaller ones are off by up to 2^-39 of its largest. Rows below 2^-112 are multiplied by 2^126;
-no number of such a row is below 2^-7 then, so all are exact. The same holds for the inputs of a step.
+no number of such a row is below 2^-7 then, so all are exact. The same holds for a part, and for the inputs of a step.
 
-Dims: N rows, D numbers of a row, T rows of a block, I inputs of a step."""
+Dims: N rows, D numbers of a row, T rows of a block, I inputs of a step or of a part."""
 
 from typing import Any
 
@@ -24,6 +25,7 @@ _LARGEST = 14  # exponent of a row's largest number
 _BIAS = 127  # of exponents of float32
 _BLOCK = 4096  # numbers of a block of the kernel
 _MOST_ROWS = 16  # of a block
+PART_UNIT = 64  # numbers of which a part has a multiple: products of fewer inputs are slower
 
 
 Rows = Float[Array, "N D"] | ScaledRows
@@ -59,13 +61,13 @@ def _scale(x: Any, scaled: Any, *, size: int) -> None:
     at = rows[:, None], lanes[None, :]
     own, back = to_float16(load_or_zero(x.at[at], mask))
     plgpu.store(scaled.values.at[at], own, mask=mask)
-    plgpu.store(scaled.inverse.at[rows], back, mask=inside)
+    plgpu.store(scaled.inverse.at[rows, 0], back, mask=inside)
 
 
-def scaled_shape(num_rows: int, dim: int) -> ScaledRows:
+def scaled_shape(num_rows: int, dim: int, *, parts: int = 1) -> ScaledRows:
     """Shapes and dtypes of that many scaled rows."""
     values: Any = jax.ShapeDtypeStruct((num_rows, dim), jnp.float16)
-    inverse: Any = jax.ShapeDtypeStruct((num_rows,), jnp.float32)
+    inverse: Any = jax.ShapeDtypeStruct((num_rows, parts), jnp.float32)
     return ScaledRows(values, inverse)
 
 

@@ -26,9 +26,11 @@ from routed_experts.layers.gpu.operands import (
     codes_product,
     decode,
     end_sums,
+    is_in_parts,
     is_packed,
     load_block,
     load_codes,
+    load_inverse,
     load_rows,
 )
 from routed_experts.layers.gpu.packed_codes import SCALED_UNIT, UNITS, times_scales, unpack_halves
@@ -81,27 +83,32 @@ def sum_products(
     if is_packed(weights):
         return _sum_packed(block, inputs)
     size = min(inputs.size, weights.group) if is_coded else inputs.size
+    size = math.gcd(size, x.part) if is_in_parts(x) else size
     num_groups = math.gcd(inputs.size // size, pl.cdiv(inputs.length, size))  # of a step; 1 if not all have as many
     steps = pl.cdiv(inputs.length, num_groups * size)
 
-    def load_scales(index: Any) -> tuple[Array, ...]:
-        """Those of a step: group by group, and for each set of columns; none of numbers."""
+    def load_scales(index: Any) -> tuple[list[Array], list[Array]]:
+        """Those of a step: group by group, and for each set of columns; and of the rows' parts. None of numbers."""
         if not is_coded:
-            return ()
+            return [], []
         first = jnp.minimum(index, steps - 1) * num_groups
         groups = [inputs.first(first + number, size, weights.group) for number in range(num_groups)]
         at = [_scales_at(weights, matrix, group, part[:, None]) for group in groups for part in columns]
-        return tuple(_load_scales(own, None if real is None else real.T) for own in at)
+        starts = [inputs.first(first + number, size) for number in range(num_groups)]
+        inverses = [own for start in starts for own in load_inverse(x, rows, row_mask, start)]
+        return [_load_scales(own, None if real is None else real.T) for own in at], inverses
 
-    def step(index: Array, carry: tuple[tuple[Array, ...], tuple[Array, ...]]) -> tuple[tuple[Array, ...], ...]:
+    def step(index: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         # The compiler pipelines loads of a product's operands alone, so those of scales are a step ahead here.
-        (sums, scales), following = carry, load_scales(index + 1)
+        (sums, (scales, inverses)), following = carry, load_scales(index + 1)
         for group in range(num_groups):
             depth, deep = inputs.step(index * num_groups + group, size)
             own = load_rows(x, rows, depth, row_mask, deep, is_coded=is_coded)
             blocks = [load_block(weights, matrix, depth, part, deep, real, own.dtype) for part in columns]
             own_scales = scales[group * len(columns) :][: len(columns)]
             products = [block_product(own, *pair) for pair in itertools.zip_longest(blocks, own_scales)]
+            if inverses:
+                products = [product * inverses[group] for product in products]
             sums = tuple(total + part for total, part in zip(sums, products, strict=True))
         return sums, following
 
@@ -122,20 +129,26 @@ def _sum_packed(block: _Block, inputs: Inputs) -> list[Float[Array, "T C"]]:
     sizes = [size for size in range(pair, max(inputs.size, pair) + 1, pair) if inputs.length % size == 0]
     size = max(size for size in sizes if 0 in (size % weights.group, weights.group % size))
     steps = inputs.length // size
-    starts = (0,) if weights.group >= pair else (0, run)  # in a pair, of groups
+    is_whole = not is_in_parts(block.x) or block.x.part % pair == 0
+    starts = (0,) if weights.group >= pair and is_whole else (0, run)  # in a pair, of sums with factors of their own
     column = None if block.real is None else block.real.T
 
-    def load_scales(index: Any) -> tuple[Array, ...]:
-        """Those of a step: pair by pair, for each set of columns, and group by group."""
-        first = inputs.first(jnp.minimum(index, steps - 1), size, weights.group)
-        return tuple(
+    def load_scales(index: Any) -> tuple[list[Array], list[Array]]:
+        """Those of a step: pair by pair, for each set of columns, and sum by sum; and of the rows' parts."""
+        own = jnp.minimum(index, steps - 1)
+        first, first_group = inputs.first(own, size), inputs.first(own, size, weights.group)
+        scales = [
             _load_scales(
-                _scales_at(weights, block.matrix, first + (offset + start) // weights.group, part[:, None]), column
+                _scales_at(weights, block.matrix, first_group + (offset + start) // weights.group, part[:, None]),
+                column,
             )
             for offset in range(0, size, pair)
             for part in columns
             for start in starts
-        )
+        ]
+        offsets = [offset + start for offset in range(0, size, pair) for start in starts]
+        inverses = [load_inverse(block.x, block.rows, block.row_mask, first + offset) for offset in offsets]
+        return scales, [inverse for own_inverse in inverses for inverse in own_inverse]
 
     def products(runs: list[Array], codes: Array, scales: list[Array]) -> Iterator[Array]:
         """What a pair adds to the sums of a set of columns."""
@@ -148,8 +161,9 @@ def _sum_packed(block: _Block, inputs: Inputs) -> list[Float[Array, "T C"]]:
         sums = both if len(scales) == 2 else [both[0] + both[1]]
         yield from (own * scale for own, scale in zip(sums, scales, strict=True))
 
-    def step(index: Array, carry: tuple[tuple[Array, ...], tuple[Array, ...]]) -> tuple[tuple[Array, ...], ...]:
-        sums, following, scales = list(carry[0]), load_scales(index + 1), iter(carry[1])
+    def step(index: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        sums, following, (all_scales, inverses) = list(carry[0]), load_scales(index + 1), carry[1]
+        scales = iter(all_scales)
         first, first_byte = inputs.first(index, size), inputs.first(index, size, 2)
         for offset in range(0, size, pair):
             runs = [
@@ -158,9 +172,11 @@ def _sum_packed(block: _Block, inputs: Inputs) -> list[Float[Array, "T C"]]:
             ]
             depth = first_byte + offset // 2 + jnp.arange(run)
             stored = [load_codes(weights, block.matrix, depth, part, column) for part in columns]
+            own = inverses[offset // pair * len(starts) :][: len(starts)]
             for part, codes in enumerate(stored):
-                for product in products(runs, codes, [next(scales) for _ in starts]):
-                    sums[part] += product
+                made = products(runs, codes, [next(scales) for _ in starts])
+                for product, inverse in itertools.zip_longest(made, own):
+                    sums[part] += product if inverse is None else product * inverse
         return tuple(sums), following
 
     zeros = jnp.zeros((columns[0].shape[0], block.rows.shape[0]), jnp.float32)

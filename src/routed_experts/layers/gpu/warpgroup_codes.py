@@ -215,6 +215,7 @@ def multiply_codes(
 ) -> Float[Array, "P O"]:
     """Rows of each tile times the matrix of its expert, in `dtype`; with an activation the activated halves,
     [P, O / 2]."""
+    assert rows.inverse.shape[1] == 1, "a row has one power"
     (num_rows, inputs), halves = rows.shape, 1 if activation is None else 2
     tile = num_rows // tiles.expert.shape[0]
     schedule = _schedule(
@@ -229,7 +230,7 @@ def multiply_codes(
     products = _Products(tile=tile, is_interpreted=warpgroups.interpret is not False)
     return launch(
         functools.partial(_kernel, schedule=schedule, activation=activation, products=products),
-        [rows.values, rows.inverse, matrices.codes, matrices.scales, first, tiles.expert, tiles.total],
+        [rows.values, rows.inverse.reshape(-1), matrices.codes, matrices.scales, first, tiles.expert, tiles.total],
         name="codes" if activation is None else "activated_codes",
         out=jax.ShapeDtypeStruct((num_rows, schedule.outputs), dtype),
         rings=[

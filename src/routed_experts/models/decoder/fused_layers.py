@@ -29,7 +29,7 @@ from routed_experts.layers.layer_stack import RunRouting
 from routed_experts.layers.moe import ExpertCall
 from routed_experts.layers.norm import rms_norm
 from routed_experts.layers.paged_attend import AnyPagedAttend
-from routed_experts.layers.quantized import Weight
+from routed_experts.layers.quantized import ScaledRows, Weight
 from routed_experts.layers.routing import LayerRouting, Routing
 from routed_experts.models.decoder.family_config import FamilyConfig, LayerBlock, LayerSpec
 from routed_experts.models.decoder.feed_forward import Sparse
@@ -129,7 +129,8 @@ class _FusedLayer:
         (x, normed, cache, capture), fused, feed = carry, self.fused, self.spec.feed
         assert isinstance(feed, Sparse), "the few kernels run MoE layers"
         mixed, cache = self._mix(normed, cache, repeat, layer)
-        parts = fused.product(mixed.reshape(x.shape[0], -1), self._matrices("out"), repeat)
+        mixed = mixed if isinstance(mixed, ScaledRows) else mixed.reshape(x.shape[0], -1)
+        parts = fused.product(mixed, self._matrices("out"), repeat)
         experts = ExpertCounts(feed.router.num_experts, feed.router.top_k)
         norm = self._norm(self._all("post_norm"), repeat, self._matrices("gate_up"), experts)
         x, normed, logits = fused.add_parts(x, parts, self._get("out_bias"), norm, self._all("router"))
@@ -143,7 +144,7 @@ class _FusedLayer:
 
     def _mix(
         self, normed: NormedRows, cache: Any, repeat: Int[Array, ""], layer: Int[Array, ""]
-    ) -> tuple[Float[Array, "N H C"] | Float[Array, "N O"], Any]:
+    ) -> tuple[Float[Array, "N H C"] | Float[Array, "N O"] | ScaledRows, Any]:
         """The values of the mixer, which its last projection takes."""
         mixer, attend = self.spec.mixer, self.step.attend
         assert isinstance(attend, AnyPagedAttend), attend
@@ -174,6 +175,7 @@ class _FusedLayer:
             head_dim=mixer.head_dim,
             traits=mixer.traits,
             dtype=self.next_norms.dtype,
+            next_matrices=self._matrices("out"),
         )
 
     def _rows(self, moe_layer: Int[Array, ""]) -> LayerRouting | None:

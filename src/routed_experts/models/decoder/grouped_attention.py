@@ -16,6 +16,7 @@ from routed_experts.layers.cache_layout import CacheLayout
 from routed_experts.layers.norm import rms_norm
 from routed_experts.layers.paged_attend import AnyPagedAttend
 from routed_experts.layers.parallel import SINGLE_DEVICE, AxisGroup
+from routed_experts.layers.quantized import ScaledRows
 from routed_experts.layers.rotary import RotarySpec, apply_rotary
 from routed_experts.layers.stack_traits import StackTraits
 from routed_experts.models.base.partitioning import ParallelConfig, Segment, column_parallel, row_parallel
@@ -214,6 +215,7 @@ class GroupedAttention:
         mixed, attend = params.project(x, "qkv"), step.attend
         if isinstance(attend, AnyPagedAttend) and self.is_fused_by(attend.backend, step.kernels.group):
             attended, cache = attend.attend_fused(self._fused_inputs(mixed, params, step), cache, layer)
+            assert not isinstance(attended, ScaledRows), "values are scaled where the next matrices are given"
         else:
             attended, cache = self._attend(mixed, params, step, cache, layer)
         return attended.reshape(x.shape[0], -1), cache
