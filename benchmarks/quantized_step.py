@@ -127,8 +127,9 @@ def load_packed(folder: Path, server: ServerArgs, form: str, *, all_matrices: bo
 
 def with_numbers(folder: Path, coded: FamilyDecoder, kernels: Kernels, dtype: jax.numpy.dtype) -> FamilyDecoder:
     """The model without codes, whose matrices are the numbers of those of `coded`, in that dtype; it shares all other
-    arrays."""
+    arrays. Its layers are in the same blocks."""
     config = ModelFolder.open(folder, load_format="dummy").config
+    config = dataclasses.replace(config, most_repeats=coded.config.most_repeats)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: FamilyDecoder(config, rngs=nnx.Rngs(0), dtype=dtype)))
     held = dict(nnx.to_flat_state(nnx.state(coded)))
 
