@@ -56,9 +56,8 @@ from routed_experts.layers.quantized import E4M3, ScaledRows
 
 # (head dims up to, rows of a tile, keys of a step, warps, stages): measured best on an H200 at 16 prompts of 1,024
 EXTEND_STEPS = ((64, 128, 64, 8, 3), (128, 64, 32, 4, 2), (256, 128, 64, 8, 2), (2**31, 64, 32, 8, 2))
-# (requests up to, keys of a step, warps, stages): measured best, or as good as the best, on an H200 with 32 heads of 128
-# dims in 4 groups, for 544 to 4,096 keys a request in pages at random. In order, 256 requests with steps of 32 keys were
-# slower.
+# (requests up to, keys of a step, warps, stages): measured best, or as good as the best, on an H200 with 32 heads of
+# 128 dims in 4 groups, for 544 to 4,096 keys a request
 DECODE_STEPS = ((1, 32, 4, 3), (64, 64, 2, 3), (2**31, 64, 2, 2))
 # (rows of a tile up to, requests up to, keys of a step, warps, stages): those of up to 32 rows measured best on an H200
 # with 4 tokens a request
