@@ -1,11 +1,8 @@
 """Routes that describe the server, in the fields that clients of SGLang and vLLM read."""
 
-import concurrent.futures
-import threading
-
 import pytest
 
-from support.engines import PausedRequests, on_engine_thread
+from support.engines import HeldThread, PausedRequests, on_engine_thread
 from support.http_server import parse_error, running
 from support.tiny_checkpoint import write_tiny_checkpoint
 
@@ -97,37 +94,6 @@ def test_a_probe_of_a_server_that_holds_requests_answers_at_once_and_queues_noth
     finally:
         engine.resume() if hold == "pause" else engine.resume_memory_occupation()
     assert server.client.get("/health_generate").json() == {"status": "ok"}
-
-
-class HeldThread:
-    """An engine thread that takes no command and runs no step until `release`."""
-
-    def __init__(self, engine):
-        self._engine, self._go_on, held = engine, threading.Event(), threading.Event()
-
-        def hold(core):
-            held.set()
-            self._go_on.wait(60)
-
-        self._pool = concurrent.futures.ThreadPoolExecutor(8)
-        self._pool.submit(on_engine_thread, engine, hold)
-        assert held.wait(10)
-
-    def start(self, call, *args):
-        """Make a call in a thread of its own."""
-        return self._pool.submit(call, *args)
-
-    def submit(self, call, *args):
-        """Make a call in a thread of its own; returns its future once it has sent a command to the engine."""
-        before = self._engine.thread.num_pending_commands
-        future = self.start(call, *args)
-        while self._engine.thread.num_pending_commands == before:
-            assert not future.done(), future.result()
-        return future
-
-    def release(self):
-        self._go_on.set()
-        self._pool.shutdown()
 
 
 def test_a_probe_that_a_pause_overtakes_leaves_the_queue_in_time(engine):
