@@ -215,6 +215,18 @@ def test_answers_outlive_a_refusal_and_an_interrupt(tmp_path, capsys, monkeypatc
     assert not (tmp_path / "out.jsonl").exists()
 
 
+def test_a_queue_that_is_shorter_than_the_prompts_takes_them_in_turn(tmp_path, capsys):
+    folder = write_tiny_checkpoint(tmp_path / "model")
+    lines = [{"input_ids": [5, 6 + number], "id": number} for number in range(5)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    flags = ["--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl", "--max-new-tokens", 2]
+    code, _, err = run(capsys, "generate", folder, *flags, *SIZES, "--max-queued-requests", 2)
+    assert code == 0, err
+    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [(answer["id"], len(answer["output_ids"])) for answer in answers] == [(number, 2) for number in range(5)]
+    assert [line for line in err.splitlines() if "of 5 prompts" in line] == [f"{n} of 5 prompts" for n in (2, 4, 5)]
+
+
 @pytest.mark.parametrize(("written", "left"), [("", None), ('{"a": 1}\n{"b"', '{"a": 1}\n')])
 def test_an_interrupt_leaves_whole_lines(tmp_path, capsys, written, left):
     def interrupted():

@@ -189,6 +189,106 @@ def test_num_tokens_ends_with_the_token_that_completed_the_stop(tokenizers):
     assert checked > 100
 
 
+def byte_ids(tokenizer, data):
+    """The raw bytes of a byte fallback."""
+    ids = {tokenizer.token_string(index): index for index in range(tokenizer.vocab_size)}
+    return [ids[f"<0x{byte:02X}>"] for byte in data]
+
+
+def ends_within_a_character(tokenizer, ids):
+    """Whether another byte could complete the last character."""
+    run = b""
+    for token in reversed(ids):
+        if not tokenizer.is_byte(token):
+            break
+        run = tokenizer.token_bytes(token) + run
+    try:
+        run.decode()
+    except UnicodeDecodeError as error:
+        return error.reason == "unexpected end of data"
+    return False
+
+
+def ids_with_raw_bytes(rng, tokenizer):
+    """Words and runs of raw bytes: whole characters, halves of them, bytes of none."""
+    words, ids = ("ab", "▁a", "▁", "中"), []
+    known = {tokenizer.token_string(index): index for index in range(tokenizer.vocab_size)}
+    for _ in range(rng.randrange(1, 12)):
+        data = rng.choice("\n \té€🙂\ufffda").encode()
+        kinds = ([known[rng.choice(words)]], byte_ids(tokenizer, data), byte_ids(tokenizer, data[:-1]))
+        ids += rng.choices((*kinds, byte_ids(tokenizer, b"\x80")), (4, 12, 2, 1))[0]
+    return ids
+
+
+def test_a_sequence_ends_at_the_raw_byte_that_completes_a_stop_string(tokenizers):
+    """The oracle decodes all tokens so far after each, but within a character."""
+    tokenizer, rng, num_stopped, num_within = tokenizers["byte fallback"], random.Random(4), 0, 0
+    for _ in range(2000):
+        ids, include = ids_with_raw_bytes(rng, tokenizer), rng.random() < 0.5
+        stops = tuple(rng.choices(("\n", "\n\n", "é", "a", "\n a", "€🙂", "\ufffd", "b\ufffd", "ab", " \n"), k=2))
+        expected, count = tokenizer.decode(ids), len(ids)
+        for n in range(1, len(ids) + 1):
+            if n < len(ids) and ends_within_a_character(tokenizer, ids[:n]):
+                continue
+            text = tokenizer.decode(ids[:n])
+            stopped, end = first_stop(text, stops)
+            if stopped is not None:
+                expected, count = text[: end if include else end - len(stopped)], n
+                break
+        else:
+            stopped = None
+        detokenizer = IncrementalDetokenizer(tokenizer, stop=stops, include_stop_str=include)
+        deltas = [detokenizer.push(part) for part in split(rng, ids)]
+        deltas.append(detokenizer.finish())
+        ended = ("".join(deltas), detokenizer.stopped, detokenizer.num_tokens)
+        assert ended == (expected, stopped, count), (ids, stops)
+        num_stopped += stopped is not None
+        within = count < len(ids) and all(map(tokenizer.is_byte, ids[count - 1 : count + 1]))
+        num_within += within and stopped is not None
+    assert num_stopped > 700 and num_within > 300, (num_stopped, num_within)
+
+
+def test_raw_bytes_of_an_unfinished_character_meet_no_stop_string_until_the_end(tokenizers):
+    tokenizer = tokenizers["byte fallback"]
+    for character in "é€🙂":
+        detokenizer = IncrementalDetokenizer(tokenizer, stop=("\ufffd", character))
+        *first, last = byte_ids(tokenizer, character.encode())
+        assert (detokenizer.push(first), detokenizer.stopped) == ("", None)
+        aborted, ended, copied = detokenizer.fork(), detokenizer.fork(), detokenizer.fork()
+        assert (detokenizer.push([last]), detokenizer.stopped) == ("", character)
+        assert (ended.finish(), ended.stopped) == ("", "\ufffd")
+        assert (aborted.finish(search=False), aborted.stopped) == ("\ufffd" * len(first), None)
+        assert (copied.push([last]), copied.stopped) == ("", character), "a copy is independent"
+
+
+def test_raw_bytes_are_text_once_one_is_invalid(tokenizers):
+    tokenizer = tokenizers["byte fallback"]
+    (word,) = tokenizer.encode("中")
+    ids = [*byte_ids(tokenizer, b"\n\xc3\xa9\xc3\n\xc3\xa9"), word]
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    assert [detokenizer.push([token]) for token in ids] == ["", "", "", "", "\ufffd" * 5, "\ufffd", "\ufffd", "中"]
+    stopping = IncrementalDetokenizer(tokenizer, stop=("\ufffd\ufffd中",))
+    assert (stopping.push(ids), stopping.stopped) == ("\ufffd" * 5, "\ufffd\ufffd中")
+
+
+def test_raw_bytes_before_min_tokens_meet_no_stop_string(tokenizers):
+    tokenizer = tokenizers["byte fallback"]
+    newline, (word,) = byte_ids(tokenizer, b"\n"), tokenizer.encode("中")
+    for ids, text, count in (
+        ([*newline * 2, word], "\n\n中", 3),  # of the first tokens
+        ([*newline * 3, word], "\n\n", 3),
+        ([newline[0], word, word, *newline], "\n中中", 4),
+        ([*byte_ids(tokenizer, "é".encode()), *newline, word], "é", 3),
+    ):
+        detokenizer = IncrementalDetokenizer(tokenizer, stop=("\n",), min_tokens=3)
+        assert (detokenizer.push(ids) + detokenizer.finish(), detokenizer.num_tokens) == (text, count), ids
+    unfinished = IncrementalDetokenizer(tokenizer, stop=("\ufffd",), min_tokens=3)
+    assert (unfinished.push(byte_ids(tokenizer, b"\xf0\x9f")) + unfinished.finish(), unfinished.stopped) == (
+        "\ufffd\ufffd",
+        None,
+    )
+
+
 def test_without_stop_strings_only_an_unfinished_character_waits(tokenizers):
     tokenizer = tokenizers["byte-level"]
     ids = tokenizer.encode("a🙂b")
@@ -247,12 +347,17 @@ def test_empty_stop_string_is_refused(tokenizers):
         ("byte-level", "broken", ("\ufffd" * 200 + "x",)),
         ("byte fallback", "broken", ("b" * 16,)),  # one run of raw bytes
         ("byte fallback", "a", ("a" * 255 + "b",)),
+        ("byte fallback", b"\n", ("\n" * 255 + "b",)),  # one run of whole characters
+        ("byte fallback", "🙂".encode(), ("🙂" * 20 + "b", "\ufffd")),
     ],
 )
 def test_twice_the_text_is_twice_the_work(tokenizers, kind, pattern, stops):
     tokenizer = tokenizers[kind]
     broken = next(i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == b"\x80")
-    unit = [broken] if pattern == "broken" else tokenizer.encode(pattern)
+    if isinstance(pattern, bytes):
+        unit = byte_ids(tokenizer, pattern)
+    else:
+        unit = [broken] if pattern == "broken" else tokenizer.encode(pattern)
     works = []
     for size in (1 << 14, 1 << 15):
         ids = (unit * size)[:size]

@@ -405,7 +405,7 @@ class StopAfter:
             self.stopped = "match"
         return "".join(f"{token}," for token in token_ids)
 
-    def finish(self):
+    def finish(self, *, search=True):
         return ""
 
     def fork(self):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.engines import PausedRequests
+from support.engines import HeldThread, PausedRequests, on_engine_thread
 from support.http_server import parse_error, running
 from support.tiny_checkpoint import write_tiny_checkpoint
 
@@ -76,6 +76,76 @@ def test_server_info_has_the_fields_of_sglang(engine, server):
     expected = {"version": "0", "pp_size": 1, "tp_size": 1, "ep_size": 1, "max_total_num_tokens": total}
     assert info.items() >= expected.items()
     assert info["is_embedding"] is False and info["disaggregation_mode"] == "null"
+
+
+@pytest.mark.parametrize("hold", ["pause", "release"])
+def test_a_probe_of_a_server_that_holds_requests_answers_at_once_and_queues_nothing(engine, server, hold):
+    accepted = engine.get_server_info()["requests_accepted"]
+    if hold == "pause":
+        engine.pause(mode="in_place")
+    else:
+        engine.release_memory_occupation(tags=["kv_cache"])
+    try:
+        answer = server.client.get("/health_generate", timeout=10)  # --stall-timeout is 30 s
+        assert (answer.status_code, answer.json()) == (200, server.client.get("/health").json())
+        assert answer.json()["state"] == "paused"
+        assert engine.get_server_info()["requests_accepted"] == accepted
+        assert server.client.get("/flush_cache").status_code == 200
+    finally:
+        engine.resume() if hold == "pause" else engine.resume_memory_occupation()
+    assert server.client.get("/health_generate").json() == {"status": "ok"}
+
+
+def test_a_probe_that_a_pause_overtakes_leaves_the_queue_in_time(engine):
+    with running(engine, stall_timeout=1.5) as server:
+        held = HeldThread(engine)
+        try:
+            probe = held.submit(server.client.get, "/health_generate")
+            pause = held.submit(lambda: engine.pause(mode="in_place"))
+        finally:
+            held.release()
+        try:
+            pause.result()
+            assert (probe.result().status_code, probe.result().json()["state"]) == (200, "paused")
+            flushed = server.client.get("/flush_cache")
+            assert flushed.status_code == 200, flushed.text
+            assert engine.stats().waiting == 0
+        finally:
+            engine.resume()
+
+
+def test_a_probe_without_a_token_in_time_is_aborted(engine):
+    with running(engine, stall_timeout=0.2) as server:
+        aborted = engine.get_server_info()["requests_finished"].get("abort", 0)
+        held = HeldThread(engine)
+        try:
+            probes = [held.submit(server.client.get, "/health_generate")]
+            probes.append(held.start(server.client.get, "/health_generate"))  # shares the run
+            assert [parse_error(probe.result(), 503)["code"] for probe in probes] == ["stalled"] * 2
+        finally:
+            held.release()
+        assert on_engine_thread(engine, lambda core: core.request_table.num_live) == 0
+        assert engine.get_server_info()["requests_finished"].get("abort", 0) > aborted
+        assert server.client.get("/health_generate").json() == {"status": "ok"}
+
+
+def test_a_full_queue_is_no_fault_of_an_engine_that_makes_steps(engine):
+    limit, endless = engine.server_args.max_queued_requests, {"max_new_tokens": 480, "ignore_eos": True}
+    fill = {"input_ids": [[5]] * (limit // 128), "sampling_params": {"max_new_tokens": 1, "n": 128}}
+    with running(engine) as server:
+        body = {"input_ids": [5, 6], "sampling_params": endless, "stream": True}
+        with server.client.stream("POST", "/generate", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            held = HeldThread(engine)
+            try:
+                filling = held.submit(server.post, "/generate", fill)
+                probe = held.submit(server.client.get, "/health_generate")
+            finally:
+                held.release()
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert filling.result().status_code == 200
+        assert (probe.result().status_code, probe.result().json()["state"]) == (200, "serving"), probe.result().text
 
 
 def test_only_an_admin_resets_the_statistics(engine):

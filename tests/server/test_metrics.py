@@ -1,13 +1,15 @@
 """What /metrics counts: every name in API.md, each outcome once, and nothing compiled once the server is ready."""
 
+import contextlib
 import re
 import threading
 import time
 from pathlib import Path
 
 import httpx
+import pytest
 
-from support.engines import PausedRequests, on_engine_thread, open_engine
+from support.engines import HeldThread, PausedRequests, on_engine_thread, open_engine
 from support.http_server import parse_error, running, stream
 from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import write_tiny_checkpoint
@@ -103,6 +105,62 @@ def test_metrics_of_streamed_requests_alone_say_so(server):
     for name in ("time_to_first_token_seconds", "inter_token_latency_seconds"):
         assert after[f"{name}_count"] == before[f"{name}_count"]
         assert all("streamed requests alone" in text for text in described(server, name))
+
+
+def wait_grown(server, before, grown):
+    """Until these metrics have grown by so much."""
+    end = time.monotonic() + 20
+    while (after := metrics(server)) and any(after[name] != before[name] + count for name, count in grown.items()):
+        assert time.monotonic() < end, {name: after[name] - before[name] for name in grown}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("outcome", ["abort", "timeout"])
+def test_a_call_that_ends_while_it_is_accepted_is_counted_as_any(engine, outcome, streamed):
+    body = {
+        "input_ids": [5] * 50,
+        "sampling_params": {"max_new_tokens": 70, "ignore_eos": True, "n": 2},
+        "stream": streamed,
+    }
+    with running(engine, request_timeout=1.0 if outcome == "timeout" else 60.0) as server:
+        before = metrics(server)
+        held = HeldThread(engine)
+        try:
+            with httpx.Client(
+                base_url=server.url, timeout=60 if outcome == "timeout" else 0.5, trust_env=False
+            ) as client:
+                call = held.submit(lambda: client.post("/generate", json=body))
+                if outcome == "timeout":
+                    assert call.result().status_code == 408
+                else:
+                    assert isinstance(call.exception(), httpx.TimeoutException)
+            server.wait_idle()
+        finally:
+            held.release()
+        ended = f'requests_finished_total{{outcome="{outcome}"}}'
+        names = ("e2e_request_latency_seconds_count", "requests_accepted_total", ended)
+        wait_grown(server, {ended: 0, **before}, {"prompt_tokens_total": 100, **dict.fromkeys(names, 2)})
+
+
+def test_a_call_that_ends_before_it_is_refused_is_not_counted(engine):
+    with running(engine, request_timeout=1.0) as server, contextlib.ExitStack() as stack:
+        names = ("e2e_request_latency_seconds_count", "prompt_tokens_total", "requests_accepted_total")
+        body = {"input_ids": [5], "rid": "same", "sampling_params": {"max_new_tokens": 1}}
+        before = metrics(server)
+        held = HeldThread(engine)
+        stack.callback(held.release)
+        calls = [held.submit(lambda: server.post("/generate", body)) for _ in range(2)]
+        assert [call.result().status_code for call in calls] == [408, 408]
+        server.wait_idle()
+        stack.close()
+        wait_grown(server, before, dict.fromkeys(names, 1))
+        for _ in range(3):
+            assert (
+                server.post("/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}).status_code
+                == 200
+            )
+        wait_grown(server, before, dict.fromkeys(names, 4))
+        assert not server.state._background, "no call waits for outputs"
 
 
 def test_a_request_that_is_retracted_for_a_flush_counts_as_preempted(engine):

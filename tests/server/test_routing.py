@@ -181,6 +181,23 @@ def test_a_native_ref_and_its_stream(server, records):
     server.client.delete("/v1/routing/native-1")
 
 
+@pytest.mark.parametrize("name", ["rid", "request_id"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_an_id_that_is_refused_is_named_as_it_was_sent(server, path, name):
+    prompt = {"prompt": [5]} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    body = {**prompt, "max_tokens": 400, "ignore_eos": True}
+    error = parse_error(server.post(path, {**body, name: "a b"}), 400)
+    assert error["param"] == name and error["message"].startswith(f"{name}='a b'")
+    with server.client.stream("POST", path, json={**body, name: "double", "stream": True}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        for streamed in (False, True):
+            error = parse_error(server.post(path, {**body, name: "double", "stream": streamed}), 409)
+            assert error["param"] == name and error["message"].startswith(f"{name}='double")
+        assert server.post("/abort_request", {"rid": "double"}).json()["aborted"] == 1
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
 def test_a_refused_call_of_the_same_id_leaves_the_rows_of_the_running_one(server):
     body = {"prompt": [5], "max_tokens": 400, "ignore_eos": True, "request_id": "twice"}
     body |= {"return_routed_experts": True, "routed_experts_format": "ref"}

@@ -2,6 +2,7 @@
 
 import pytest
 
+from routed_experts.core.speculative_config import SpeculativeConfig
 from support.engines import open_engine
 from support.http_server import running, stream
 from support.tiny_checkpoint import write_sentencepiece_tokenizer, write_tiny_checkpoint
@@ -10,9 +11,14 @@ pytestmark = pytest.mark.usefixtures("lazy_compilation")
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
+def folder(tmp_path_factory):
     folder = write_tiny_checkpoint(tmp_path_factory.mktemp("sentencepiece"), tokenizer=False)
-    with open_engine(write_sentencepiece_tokenizer(folder)) as engine:
+    return write_sentencepiece_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    with open_engine(folder, enable_return_routed_experts=True) as engine:
         yield engine
 
 
@@ -105,3 +111,91 @@ def test_an_answer_of_a_chat_follows_the_last_shown_token(engine, server):
         chunks = stream(server, "/v1/chat/completions", body)
         contents = [choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"]]
         assert "".join(contents) == text
+
+
+NEWLINE = 13  # the raw byte
+STOP = {"type": "stop", "matched": "\n"}
+
+
+def meta_of(engine, params, **options):
+    answer = engine.generate("route ab", {"temperature": 0, "max_new_tokens": 12, **params}, **options)
+    return answer["text"], answer["output_ids"], answer["meta_info"]
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize(
+    ("params", "text", "count"),
+    [
+        ({"regex": "ab\\n the router"}, "ab", 3),  # a word follows
+        ({"regex": "ab\\n"}, "ab", 3),  # the end token follows
+        ({"regex": "ab\\n the router", "max_new_tokens": 3}, "ab", 3),  # no token follows
+        ({"regex": "ab\\n\\n the"}, "ab", 3),
+        ({"allowed_token_ids": [NEWLINE], "ignore_eos": True}, "", 1),
+        ({"allowed_token_ids": [NEWLINE], "ignore_eos": True, "min_tokens": 4}, "\n\n\n", 4),
+    ],
+)
+def test_an_answer_ends_at_the_raw_byte_that_completes_a_stop_string(engine, params, text, count, include):
+    params = {**params, "stop": ["\n"], "include_stop_str_in_output": include}
+    shown, ids, meta = meta_of(engine, params, return_routed_experts=True)
+    assert (shown, len(ids), ids[-1], meta["finish_reason"]) == (text + "\n" * include, count, NEWLINE, STOP)
+    assert meta["completion_tokens"] == count
+    assert meta["routed_experts_info"]["shape"][0] == meta["prompt_tokens"] + count - 1
+    last = [*engine.generate("route ab", {"temperature": 0, "max_new_tokens": 12, **params}, stream=True)][-1]
+    assert (last["text"], last["output_ids"], last["meta_info"]["finish_reason"]) == (shown, ids, STOP)
+
+
+def test_a_completion_counts_the_tokens_up_to_a_raw_byte_that_stops_it(server):
+    for regex in ("ab\\n the router", "ab\\n"):
+        for max_tokens in (30, 3):
+            body = {"prompt": "route ab", "max_tokens": max_tokens, "temperature": 0, "regex": regex, "stop": ["\n"]}
+            answer = server.post("/v1/completions", body | {"return_token_ids": True}).json()
+            (choice,) = answer["choices"]
+            assert (choice["text"], len(choice["token_ids"])) == ("ab", 3)
+            assert (choice["finish_reason"], choice["stop_reason"], choice["matched_stop"]) == ("stop", "\n", "\n")
+            assert answer["usage"]["completion_tokens"] == 3
+            chunks = stream(server, "/v1/completions", body)
+            choices = [choice for chunk in chunks for choice in chunk["choices"]]
+            assert "".join(choice["text"] for choice in choices) == "ab"
+            assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", "\n")
+
+
+def test_a_stop_string_in_what_was_held_back_is_the_reason(engine):
+    """The first byte of an unfinished character is no stop string before the end, and is one at it."""
+    first, second = 3 + 0xC3, 3 + 0xA9
+    assert engine.tokenizer.decode([first, second]) == "é"
+    params = {"ignore_eos": True, "stop": ["\ufffd"]}
+    for allowed, count, finish in (
+        ({"allowed_token_ids": [first], "max_new_tokens": 1}, 1, {"type": "stop", "matched": "\ufffd"}),
+        ({"allowed_token_ids": [first], "max_new_tokens": 9}, 2, {"type": "stop", "matched": "\ufffd"}),  # invalid
+        ({"regex": "éé", "max_new_tokens": 3}, 3, {"type": "stop", "matched": "\ufffd"}),
+        ({"regex": "éé", "max_new_tokens": 4}, 4, {"type": "length", "length": 4}),
+    ):
+        before = dict(engine.get_server_info()["requests_finished"])
+        text, ids, meta = meta_of(engine, params | allowed)
+        assert (len(ids), meta["finish_reason"]) == (count, finish), allowed
+        assert ("\ufffd" in text) is False
+        after = engine.get_server_info()["requests_finished"]
+        assert after[finish["type"]] == before.get(finish["type"], 0) + 1
+
+
+def test_a_raw_byte_among_accepted_drafts_ends_an_answer(folder):
+    drafts = SpeculativeConfig(adaptive=False)
+    with open_engine(folder, speculative=drafts) as drafting:
+        num_multiple = 0
+        prompt = [5, *[NEWLINE] * 24]
+        for size in range(1, 12):
+            answer = drafting.generate(
+                input_ids=prompt,
+                sampling_params={
+                    "temperature": 0,
+                    "max_new_tokens": 20,
+                    "ignore_eos": True,
+                    "stop": ["\n" * size],
+                    "logit_bias": {str(NEWLINE): 100},
+                },
+            )
+            meta = answer["meta_info"]
+            assert (answer["text"], answer["output_ids"]) == ("", [NEWLINE] * size)
+            assert meta["finish_reason"] == {"type": "stop", "matched": "\n" * size}
+            num_multiple += meta["spec_num_correct_drafts"] > 0
+        assert num_multiple > 5

@@ -248,6 +248,7 @@ def test_sigterm_lets_the_running_end_with_what_they_have_and_exits_0(process):
     assert answers[-1] == "data: [DONE]"
     last = httpx.Response(200, content=answers[-2].removeprefix("data: ")).json()
     assert last["meta_info"]["finish_reason"]["type"] in ("abort", "length")
+    assert "the caller" not in last["meta_info"]["finish_reason"].get("message", "")
     record = record_from_response(last)
     assert record.num_rows == len(last["output_ids"])  # one prompt token
     assert running.wait(10) == 0
@@ -395,10 +396,10 @@ def test_flags_of_others_are_known():
     assert make_parser().parse_args(["serve", "--model-path", "MODEL"]).model_path == "MODEL"
 
 
-def serve_in_thread(tmp_path):
+def serve_in_thread(tmp_path, **options):
     """A server of this process that is ready: its address, engine and process, its thread, and a list for the exit
     code."""
-    settings = ServerSettings(port=0)
+    settings = ServerSettings(port=0, **options)
     listener = bind(settings)
     ready, codes = threading.Event(), []
     with lazy_compilation():
@@ -430,6 +431,26 @@ def test_an_engine_that_dies_ends_its_requests_once_and_the_process_with_3(tmp_p
     assert codes == [EXIT_DEAD]
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", int(url.rsplit(":", 1)[1]))) != 0
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "num_signals", "cause"), [(0.2, 1, "above --shutdown-timeout (0.2 s)"), (60, 2, "a second signal")]
+)
+def test_an_answer_that_a_shutdown_ends_says_so(tmp_path, timeout_s, num_signals, cause):
+    url, opened, process, thread, codes = serve_in_thread(tmp_path, shutdown_timeout=timeout_s)
+    gc.unfreeze()  # this process is that of the tests
+    body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
+    with httpx.Client(base_url=url, timeout=30, trust_env=False) as http, ThreadPoolExecutor(1) as pool:
+        opened.pause(mode="in_place")  # it cannot end by itself
+        running = pool.submit(http.post, "/generate", json=body)
+        while opened.thread.is_idle:
+            continue
+        for _ in range(num_signals):
+            process._server.handle_exit(signal.SIGTERM, None)
+        reason = running.result(30).json()["meta_info"]["finish_reason"]
+    assert reason == {"type": "abort", "message": f"the server shut down: {cause}"}
+    thread.join(20)
+    assert codes == [0]
 
 
 def test_a_drain_that_another_process_asks_for_does_not_count_as_a_signal(tmp_path):

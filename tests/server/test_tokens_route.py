@@ -254,6 +254,8 @@ def test_names_without_effect_are_named(server):
         ({"stream_options": {"include_usage": True}}, {}, "stream_options", "stream_required"),
         ({"extra_key": "x" * 4097}, {}, "extra_key", "invalid_request"),
         ({"stream": True}, {"prompt_logprobs": 1}, "prompt_logprobs", "conflicting_parameters"),
+        ({}, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "unsupported_parameter"),
+        ({}, {"thinking_token_budget": 0}, "thinking_token_budget", "unsupported_parameter"),
         ({"token_ids": []}, {}, "token_ids", "invalid_request"),
         ({"token_ids": [313]}, {}, "token_ids", "invalid_request"),
         ({"token_ids": [[1], [2]]}, {}, "token_ids", "invalid_request"),
@@ -275,6 +277,12 @@ def test_what_cannot_be_is_refused_by_name(server, fields, sampling, param, code
         assert param in message and not [name for name in other if re.search(rf"\b{name}\b", message)]
     else:
         assert param in message or "token ids" in message or "model" in message
+
+
+def test_parameters_that_are_refused_may_be_sent_unset(server):
+    unset = {"truncate_prompt_tokens": None, "logits_processors": [], "stop_regex": "", "guided_decoding": {}}
+    unset |= {"prompt_logprob_start": 0, "thinking_token_budget": False}
+    assert tokens(server, {**GREEDY, **unset})["choices"] == tokens(server, GREEDY)["choices"]
 
 
 def test_two_lengths_that_differ_are_named_as_they_were_sent(server):

@@ -5,6 +5,7 @@ tests/conftest.py registers this module as a plugin: its fixture guards the engi
 import concurrent.futures
 import contextlib
 import tempfile
+import threading
 import time
 
 import jax
@@ -141,6 +142,37 @@ class PausedRequests:
         results = [future.result(timeout=60) for future in self._running]
         self._pool.shutdown()
         return results
+
+
+class HeldThread:
+    """An engine thread that takes no command and runs no step until `release`."""
+
+    def __init__(self, engine):
+        self._engine, self._go_on, held = engine, threading.Event(), threading.Event()
+
+        def hold(core):
+            held.set()
+            self._go_on.wait(60)
+
+        self._pool = concurrent.futures.ThreadPoolExecutor(8)
+        self._pool.submit(on_engine_thread, engine, hold)
+        assert held.wait(10)
+
+    def start(self, call, *args):
+        """Make a call in a thread of its own."""
+        return self._pool.submit(call, *args)
+
+    def submit(self, call, *args):
+        """Make a call in a thread of its own; returns its future once it has sent a command to the engine."""
+        before = self._engine.thread.num_pending_commands
+        future = self.start(call, *args)
+        while self._engine.thread.num_pending_commands == before:
+            assert not future.done(), future.result()
+        return future
+
+    def release(self):
+        self._go_on.set()
+        self._pool.shutdown()
 
 
 def letter_bias(engine, count=20):

@@ -46,7 +46,7 @@ from routed_experts.formats.meta_info import record_from_meta_info
 if TYPE_CHECKING:
     from routed_experts.engine.engine import Engine
 
-BATCH_SIZE = 256  # prompts of one call
+BATCH_SIZE = 256  # prompts of one call, where the queue holds them
 _PROMPT_KEYS = ("prompt", "text", "input_ids")
 _ANSWER_KEYS = ("output_ids", "meta_info")  # text is a prompt
 _INPUT_HELP = """a JSON object a line, - for standard input: {"prompt": "text"} (or "text", as in /generate) or
@@ -160,10 +160,11 @@ def _answers(
     """Each prompt's fields with those of its answer, and what the engine records. Consecutive prompts of one kind share
     a call."""
     first, wants_rows = 0, args.enable_return_routed_experts
+    most = min(BATCH_SIZE, args.max_queued_requests)
     while first < len(prompts):
         kind = "prompt" if "prompt" in prompts[first].fields else "input_ids"
         batch = [prompts[first]]
-        for prompt in prompts[first + 1 : first + BATCH_SIZE]:
+        for prompt in prompts[first + 1 : first + most]:
             if kind not in prompt.fields:
                 break
             batch.append(prompt)
@@ -183,7 +184,7 @@ def _answers(
                 print(f"routed_experts {tuple(info['shape'])} {info['dtype']}", file=sys.stderr)
             yield {**prompt.fields, **answer}
         first += len(batch)
-        if len(prompts) > BATCH_SIZE:
+        if len(prompts) > most:
             print(f"{first} of {len(prompts)} prompts", file=sys.stderr)
 
 

@@ -90,6 +90,12 @@ class AsyncEngine:
         if self._batcher is not None:
             self._batcher.flush()
 
+    def abort_all(self, message: str) -> None:
+        """End all requests with what they have, from any thread; `message` says why. Waits for the end of the step.
+        Raises EngineDeadError."""
+        core = self.engine.components.core
+        self.engine.thread.run_between_steps(lambda: core.abort_all(message))
+
     def join(self) -> BaseException | None:
         """Wait until the engine thread has ended; returns the exception that ended it, or None after a shutdown."""
         return self.engine.thread.join()

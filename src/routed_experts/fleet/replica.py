@@ -168,7 +168,7 @@ async def drain(server: ServerState, idle: asyncio.Event, grace_s: float) -> Non
     engine = server.engine.engine
     server.engine.flush_submissions()
     await end_requests(
-        lambda: engine.abort(abort_all=True),
+        lambda: server.engine.abort_all("the replica shut down"),
         engine.thread.kill,
         idle,
         runs_command=lambda: engine.thread.runs_command,

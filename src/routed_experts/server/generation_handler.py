@@ -62,7 +62,7 @@ class GenerationHandler(ABC):
         self._start_time = time.monotonic()
         self._first_token_s: dict[int, float] = {}  # by index of the request
         self._store_entry: StoreEntry | None = None
-        self._is_submitted = self._is_closed = False
+        self._is_closed = False
 
     @abstractmethod
     async def _full_response(self) -> Response:
@@ -106,7 +106,7 @@ class GenerationHandler(ABC):
         self._generation.abort()
         if self._store_entry is not None:
             self._server.store.release(self._store_entry)
-        if self._is_submitted and not self._is_closed and self._generation.is_open:
+        if not self._is_closed and self._generation.is_open:
             self._server.run_in_background(self._observe_rest())
         self._is_closed = True
 
@@ -118,7 +118,6 @@ class GenerationHandler(ABC):
         """Submit the requests; once they are accepted, reserve the rows that will be fetched in the store."""
         with field_names(self._options.fields):
             await self._generation.submit()
-        self._is_submitted = True
         options = [request.routed_experts for request in self._requests]
         choices = [index for index, option in enumerate(options) if option.enabled and option.format == "ref"]
         if choices:  # not earlier: a refused call may have the id of a running one
@@ -150,7 +149,9 @@ class GenerationHandler(ABC):
         return await asyncio.to_thread(render_parts) if size > 4 * INLINE_BYTES else render_parts()
 
     async def _observe_rest(self) -> None:
-        """Measure the outputs that are left of a call without a client."""
+        """Measure the outputs that are left of a call without a client, which may still be submitted, or refused."""
+        if not await self._generation.was_accepted():
+            return
         while self._generation.is_open:
             with contextlib.suppress(RoutedExpertsError):  # it ends one request: the others follow
                 async for index, output in self._generation.outputs():

@@ -205,7 +205,8 @@ class ServerProcess:
             engine = self._state.engine
             if not idle.is_set():
                 engine.flush_submissions()
-                await self._run_or_exit(lambda: engine.engine.abort(abort_all=True), engine, deadline)
+                cause = "a second signal" if self._exit_now.is_set() else f"above --shutdown-timeout ({timeout_s:g} s)"
+                await self._run_or_exit(lambda: engine.abort_all(f"the server shut down: {cause}"), engine, deadline)
                 await _wait_first(idle.wait(), timeout_s=FINAL_FLUSH_S)
             await self._run_or_exit(engine.engine.thread.stop, engine, deadline)
             await asyncio.to_thread(engine.engine.shutdown)

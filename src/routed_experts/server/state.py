@@ -147,12 +147,17 @@ class ServerState:
             text = f"model {short_repr(name)} is not served here; this server has {self.model_name!r}"
             raise ApiError(text, status=404, code="model_not_found", param="model")
 
+    @property
+    def holds_requests(self) -> bool:
+        """Whether new requests wait for the end of a pause, or for memory that was released."""
+        return self._engine is not None and bool(self._engine.engine.paused or self._engine.engine.released)
+
     def health(self) -> Health:
         """Return the present state."""
         if self._engine is None:
             return Health(state="starting", phase=self._phase, last_step_age_s=0.0, running=0, waiting=0)
         stats = self._engine.engine.stats()
-        state = "paused" if self._engine.engine.paused or self._engine.engine.released else "serving"
+        state = "paused" if self.holds_requests else "serving"
         if state == "serving" and stats.last_step_age_s > self.settings.stall_timeout:
             state = "stalled"
         if state == "stalled" and not self._was_stalled:
@@ -186,7 +191,8 @@ class ServerState:
         )
 
     async def run_probe(self, start: Callable[[], "asyncio.Task[None]"]) -> None:
-        """Run one token through the engine; concurrent callers share one run."""
+        """Run one token through the engine; concurrent callers share one run, which ends without them, too. Raises what
+        the run raises."""
         if self._probe is None or self._probe.done():
             self._probe = start()
         await asyncio.shield(self._probe)

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from routed_experts.core.integrity import Violation
-from routed_experts.core.io_struct import Logprobs, ReroutingCounts, TokenIDOut
+from routed_experts.core.io_struct import FinishReason, Logprobs, ReroutingCounts, TokenIDOut
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.speculative_stats import SpeculativeCounts
 from routed_experts.core.weight_version import WeightVersion
@@ -32,8 +32,8 @@ class StopDetokenizer(Protocol):
         """Take the next tokens; returns the text that they make final."""
         ...
 
-    def finish(self) -> str:
-        """Return the text that was held back."""
+    def finish(self, *, search: bool = True) -> str:
+        """Return the text that was held back. With `search` it may still complete a stop string."""
         ...
 
     def fork(self) -> "StopDetokenizer":
@@ -154,16 +154,21 @@ class RequestTable:
         entry.next_output = (time.monotonic() // interval + 1) * interval if interval else 0.0
         if record is not None:
             entry.rows_emitted = record.start + record.num_rows
-        is_finished = req.state is ReqState.FINISHED
-        if is_finished:
-            assert req.finish_reason is not None, req.rid
-            self._count("error" if error is not None else req.finish_reason.type)
-            del self._live[req.rid]
-            self._num_streams -= entry.queue_s is not None and req.source.stream
+        is_finished, reason = req.state is ReqState.FINISHED, req.finish_reason
         text: str | None = None
         if entry.detokenizer is not None:
-            text = "".join(entry.text) + (entry.detokenizer.finish() if is_finished else "")
+            text = "".join(entry.text)
             entry.text.clear()
+            if reason is not None and is_finished:
+                ends_itself = reason.type in ("stop", "length")
+                text += entry.detokenizer.finish(search=ends_itself)
+                if ends_itself and entry.detokenizer.stopped is not None:  # perhaps in what was held back
+                    reason = FinishReason(type="stop", matched=entry.detokenizer.stopped)
+        if is_finished:
+            assert reason is not None, req.rid
+            self._count("error" if error is not None else reason.type)
+            del self._live[req.rid]
+            self._num_streams -= entry.queue_s is not None and req.source.stream
         return TokenIDOut(
             rid=req.rid,
             new_token_ids=tuple(req.output_ids[start:].tolist()),
@@ -174,7 +179,7 @@ class RequestTable:
             completion_tokens=req.num_output,
             cached_tokens=req.cached_tokens,
             weight_version=weight_version,
-            finish_reason=req.finish_reason,
+            finish_reason=reason,
             return_routed_experts=req.source.return_routed_experts,
             routed_experts=record,
             error=error,

@@ -9,7 +9,10 @@ so is text that may begin a stop string. Work grows linearly with tokens and cha
 because searches of the standard library read the held text again for every token. Dims: S tokens of the prompt.
 
     tokens -> text that can no longer change -> text that no stop string can claim -> deltas
-              (_ByteLevelText or _WindowText)   (_StopMatcher)"""
+              (_ByteLevelText or _WindowText)   (_StopMatcher)
+
+A run of raw bytes can change until it ends. Stop strings are looked for in its complete characters all the same: a
+sequence that ends at one of them ends the run, whose text is then final."""
 
 import codecs
 import copy
@@ -53,6 +56,8 @@ class IncrementalDetokenizer:
         self._matcher = _StopMatcher(stop)
         self._include_stop_str, self._min_tokens = include_stop_str, min_tokens
         self._held = ""  # final, but possibly the beginning of a stop string
+        self._ahead: list[str] = []  # what the matcher has read of the run of raw bytes that waits
+        self._state_before = self._matcher.state  # of the matcher, before the run
         self._finished = False
         self.stopped: str | None = None  # the stop string that was met
         self.num_tokens = 0  # consumed, the one that completed the stop string included
@@ -72,15 +77,21 @@ class IncrementalDetokenizer:
             if self._finished:
                 break
             self.num_tokens += 1
-            text = self._text.feed([token_id])
-            deltas.append(text if self.num_tokens < self._min_tokens else self._scan(text))  # no stop before min_tokens
+            deltas.append(self._scan(self._text.feed([token_id])))
+            if not self._finished:
+                deltas.append(self._scan_ahead())
         return "".join(deltas)
 
-    def finish(self) -> str:
-        """Return what was held back; an unfinished character becomes U+FFFD. A stop string may still be met."""
+    def finish(self, *, search: bool = True) -> str:
+        """Return what was held back; an unfinished character becomes U+FFFD. With `search` it may still complete a stop
+        string."""
         if self._finished:
             return ""
-        delta = self._scan(self._text.flush())
+        text = self._text.flush()
+        if search:
+            delta = self._scan(text)
+        else:
+            delta, self._held = self._held + text, ""
         if not self._finished:
             delta, self._held, self._finished = delta + self._held, "", True
         return delta
@@ -88,21 +99,48 @@ class IncrementalDetokenizer:
     def fork(self) -> "IncrementalDetokenizer":
         """Return an independent copy."""
         other = copy.copy(self)
-        other._text, other._matcher = self._text.fork(), copy.copy(self._matcher)
+        other._text, other._matcher, other._ahead = self._text.fork(), copy.copy(self._matcher), list(self._ahead)
         return other
 
     def _scan(self, text: str) -> str:
+        """Take final text, which begins with that of the run that waited; returns what no stop string can claim."""
         if not text:
             return ""
-        match = self._matcher.feed(text)
+        ahead, unread = "".join(self._ahead), text
+        self._ahead.clear()
+        if text.startswith(ahead):
+            unread = text[len(ahead) :]
+        else:  # the run has become invalid
+            self._matcher.state = self._state_before
+        match = self._match(unread)
         pending = self._held + text
         if match is not None:
-            self.stopped, consumed = match
-            self._held, self._finished = "", True
-            return pending[: len(pending) - len(text) + consumed - (0 if self._include_stop_str else len(self.stopped))]
+            return self._cut(pending, len(unread), match)
         end = len(pending) - self._matcher.depth
         self._held = pending[end:]
         return pending[:end]
+
+    def _scan_ahead(self) -> str:
+        """Read what the newest token has completed of the run that waits; returns text if a stop string ends it."""
+        unread = self._text.read_ahead()
+        if not unread:
+            return ""
+        if not self._ahead:
+            self._state_before = self._matcher.state
+        self._ahead.append(unread)
+        match = self._match(unread)
+        return "" if match is None else self._cut(self._held + self._text.flush(), len(unread), match)
+
+    def _match(self, unread: str) -> tuple[str, int] | None:
+        """Feed the matcher; text of the tokens before min_tokens is not searched."""
+        return None if self.num_tokens < self._min_tokens else self._matcher.feed(unread)
+
+    def _cut(self, pending: str, num_unread: int, match: tuple[str, int]) -> str:
+        """Finish at a stop string in the last `num_unread` characters; returns the text before its end or its
+        beginning."""
+        self.stopped, consumed = match
+        self._held, self._finished = "", True
+        return pending[: len(pending) - num_unread + consumed - (0 if self._include_stop_str else len(self.stopped))]
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -124,7 +162,7 @@ class _StopMatcher:
             for character in string:
                 node = node.following.setdefault(character, _Node(node.depth + 1))
             node.match = string
-        self._node = self._root
+        self.state = self._root  # may be set to an earlier one
         waiting = deque([self._root])
         while waiting:
             node = waiting.popleft()
@@ -141,16 +179,16 @@ class _StopMatcher:
     @property
     def depth(self) -> int:
         """Number of last characters that may begin a stop string."""
-        return self._node.depth
+        return self.state.depth
 
     def feed(self, text: str) -> tuple[str, int] | None:
         """Read on; returns the stop string that completes, and how many characters of `text` were read."""
         if self.is_empty:
             return None
         for index, character in enumerate(text):
-            self._node = self._next(self._node, character)
-            if self._node.match is not None:
-                return self._node.match, index + 1
+            self.state = self._next(self.state, character)
+            if self.state.match is not None:
+                return self.state.match, index + 1
         return None
 
     def _next(self, node: _Node, character: str) -> _Node:
@@ -179,6 +217,9 @@ class _ByteLevelText:
         self._rest = data[consumed:]
         return text
 
+    def read_ahead(self) -> str:
+        return ""  # complete characters are final
+
     def flush(self) -> str:
         rest, self._rest = self._rest, b""
         return rest.decode("utf-8", "replace")
@@ -194,7 +235,7 @@ class _WindowText:
     """Decoders whose text depends on the token before (a leading space) or, for raw bytes, on the whole run of them.
 
     One token of context is kept, at first one of the prompt. Raw bytes wait for the token after their run: one invalid
-    byte turns all of them into U+FFFD."""
+    byte turns all of them into U+FFFD. From that byte on the run is final."""
 
     def __init__(
         self,
@@ -207,6 +248,9 @@ class _WindowText:
         self._skip, self._visible = skip_special_tokens, visible
         self._context = self._prompt_context(prompt_ids)
         self._waiting: list[int] = []
+        self._rest = b""  # of an unfinished character of the run
+        self._is_broken = False  # the run has an invalid byte
+        self._num_ahead, self._ahead_context = 0, self._context  # of the run: read ahead, and its last character
         self.work = 0
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -215,15 +259,43 @@ class _WindowText:
     def _feed_one(self, token_id: int) -> str:
         if not self._has_text(token_id):
             return ""
+        if not self._tokenizer.is_byte(token_id):
+            self._waiting.append(token_id)
+            return self.flush()
+        if self._is_broken:
+            self._context = [token_id]
+            self.work += 1
+            return "\ufffd"
         self._waiting.append(token_id)
-        return "" if self._tokenizer.is_byte(token_id) else self.flush()
+        data = self._rest + self._tokenizer.token_bytes(token_id)
+        try:
+            _, consumed = codecs.utf_8_decode(data, "strict", False)
+        except UnicodeDecodeError:
+            text = self.flush()
+            self._is_broken = True
+            return text
+        self._rest = data[consumed:]
+        return ""
+
+    def read_ahead(self) -> str:
+        """Return the characters that have become complete in the run that waits since the last call, as they are if it
+        ends with them: the context is the last one."""
+        unread = self._waiting[self._num_ahead :]
+        if not unread or self._rest:
+            return ""
+        text = self._text_after(self._ahead_context, unread)
+        self._num_ahead, self._ahead_context = len(self._waiting), unread
+        return text
 
     def flush(self) -> str:
-        if not self._waiting:
-            return ""
-        before, both = self._decode(self._context), self._decode(self._context + self._waiting)
-        assert both.startswith(before), (self._context, self._waiting, before, both)
-        self._context, self._waiting = self._waiting[-1:], []
+        text = self._text_after(self._context, self._waiting) if self._waiting else ""
+        self._context = self._ahead_context = self._waiting[-1:] or self._context
+        self._waiting, self._rest, self._is_broken, self._num_ahead = [], b"", False, 0
+        return text
+
+    def _text_after(self, context: list[int], token_ids: list[int]) -> str:
+        before, both = self._decode(context), self._decode(context + token_ids)
+        assert both.startswith(before), (context, token_ids, before, both)
         return both[len(before) :]
 
     def _prompt_context(self, prompt_ids: Sequence[int] | Int[np.ndarray, " S"]) -> list[int]:
@@ -242,7 +314,7 @@ class _WindowText:
 
     def fork(self) -> "_WindowText":
         other = copy.copy(self)
-        other._context, other._waiting = list(self._context), list(self._waiting)
+        other._waiting = list(self._waiting)  # the other lists are replaced, never changed
         return other
 
     def _decode(self, token_ids: list[int]) -> str:

@@ -4,6 +4,7 @@ A caller in a thread iterates `outputs`; a caller in an event loop uses AsyncGen
 closed iterator, a cancelled task) aborts what has not ended."""
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from routed_experts.core.capture_spec import CaptureSpec
@@ -96,6 +97,7 @@ class AsyncGeneration:
     ) -> None:
         self._call, self._thread, self._batcher = call, thread, batcher
         self._is_aborted = False
+        self._accepted: asyncio.Future[None] | None = None  # once it is submitted
         notifier = notifier or LoopNotifier(asyncio.get_running_loop())
         self._queue = AsyncOutputQueue(notifier, max_waiting=max_backlog * len(call.sequences))
 
@@ -111,12 +113,28 @@ class AsyncGeneration:
 
     async def submit(self) -> None:
         """Submit the requests, all or none. Raises QueueFullError, InvalidRequestError (an id in use) or
-        EngineDeadError."""
+        EngineDeadError. Cancelled early, they are never accepted; cancelled later, `was_accepted` says whether they
+        were."""
         submission = self._call.to_submission(self._queue)
+        withdraw: Callable[[], object]
         if self._batcher is None:
-            await asyncio.wrap_future(self._thread.submit(submission))
+            submitted = self._thread.submit(submission)
+            self._accepted, withdraw = asyncio.wrap_future(submitted), submitted.cancel
         else:
-            await self._batcher.submit(submission)
+            self._accepted = self._batcher.submit(submission)
+            withdraw = functools.partial(self._batcher.withdraw, self._accepted)
+        try:
+            await asyncio.shield(self._accepted)
+        except asyncio.CancelledError:
+            withdraw()
+            raise
+
+    async def was_accepted(self) -> bool:
+        """Whether the requests have been submitted and accepted; waits until that is known."""
+        if self._accepted is None:
+            return False
+        await asyncio.wait([self._accepted])
+        return not self._accepted.cancelled() and self._accepted.exception() is None
 
     async def outputs(self) -> AsyncIterator[tuple[int, StrOut]]:
         """Yield (index of the sequence, its output) until all have ended. Raises the error that ended a sequence."""

@@ -26,16 +26,22 @@ class SubmitBatcher:
         self._waiting: list[_Waiting] = []
         self._first_s, self._last_s = 0.0, 0.0  # arrival of the first and the last, on the monotonic clock
 
-    async def submit(self, submission: Submission) -> None:
-        """Submit the requests of one call, all or none. Raises what `EngineThread.submit` raises. Cancelled before the
-        flush, they are never accepted; cancelled later, the caller must abort them."""
+    def submit(self, submission: Submission) -> "asyncio.Future[None]":
+        """Submit the requests of one call, all or none. The future is done when they are accepted. It raises what
+        `EngineThread.submit` raises."""
         accepted: asyncio.Future[None] = self._event_loop.create_future()
         self._last_s = time.monotonic()
         if not self._waiting:
             self._first_s = self._last_s
             self._event_loop.call_later(IDLE_WINDOW_S if self._thread.is_idle else 0.0, self._flush_or_wait)
         self._waiting.append((submission, accepted))
-        await accepted
+        return accepted
+
+    def withdraw(self, accepted: "asyncio.Future[None]") -> None:
+        """Cancel a future of `submit` whose requests wait for the flush: they are never accepted. Those of others must
+        be aborted."""
+        if any(waiting is accepted for _, waiting in self._waiting):
+            accepted.cancel()
 
     def flush(self) -> None:
         """Submit now what waits."""
@@ -66,8 +72,6 @@ def _complete(waiting: Sequence[_Waiting], done: "concurrent.futures.Future[list
     cause = done.exception()
     outcomes = done.result() if cause is None else [cause] * len(waiting)
     for (_, accepted), outcome in zip(waiting, outcomes, strict=True):
-        if accepted.done():  # its caller has gone meanwhile
-            continue
         if outcome is None:
             accepted.set_result(None)
         else:

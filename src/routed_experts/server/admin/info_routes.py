@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from routed_experts.core.error_text import short_repr
-from routed_experts.core.errors import InvalidRequestError
+from routed_experts.core.errors import InvalidRequestError, QueueFullError
 from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.server.body import json_response
 from routed_experts.server.errors import unavailable
@@ -209,7 +209,8 @@ async def health(request: Request, server: ServerState) -> Response:
 
 
 async def health_generate(request: Request, server: ServerState) -> Response:
-    """Run one token through the engine."""
+    """Run one token through the engine. Where requests are held back, and where the queue is full, it is the answer of
+    /health. Raises ApiError (503) without a token in time."""
 
     async def generate_one_token() -> None:
         requests = await server.process(
@@ -218,12 +219,18 @@ async def health_generate(request: Request, server: ServerState) -> Response:
             routing=sglang_defaults(server.settings),
             num_bytes=0,
         )
-        await server.accepting_engine.generate(requests, max_backlog=MAX_BACKLOG).run()
+        async with asyncio.timeout(server.settings.stall_timeout):  # for all callers; it aborts the request
+            await server.accepting_engine.generate(requests, max_backlog=MAX_BACKLOG).run()
 
+    if server.holds_requests:
+        return await health(request, server)
     try:
-        async with asyncio.timeout(server.settings.stall_timeout):
-            await server.run_probe(lambda: asyncio.create_task(generate_one_token()))
+        await server.run_probe(lambda: asyncio.create_task(generate_one_token()))
+    except QueueFullError:  # others get tokens, or the last step is old
+        return await health(request, server)
     except TimeoutError as error:
+        if server.holds_requests:
+            return await health(request, server)
         raise unavailable("no token arrived in time; the engine is stalled or full", code="stalled") from error
     return json_response({"status": "ok"})
 

@@ -27,6 +27,7 @@ from routed_experts.server.openai.handler import (
     OpenAIHandler,
     chat_logprobs,
     given_ids,
+    id_field,
     parse_options,
     to_sampling_params,
     truncate_prompt,
@@ -306,7 +307,7 @@ def _fields(chat: ChatRequest) -> dict[str, str]:
     return {
         **prompt,
         "max_tokens": length,
-        "rid": "request_id",
+        "rid": id_field(chat),
         "token_ids_logprob": "logprob_token_ids",
         "top_logprobs_num": "top_logprobs",
     }

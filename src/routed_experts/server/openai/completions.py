@@ -21,6 +21,7 @@ from routed_experts.server.openai.handler import (
     OpenAIHandler,
     completion_logprobs,
     given_ids,
+    id_field,
     parse_options,
     to_sampling_params,
     truncate_prompt,
@@ -35,7 +36,6 @@ _FIELDS = MappingProxyType(
     {
         "input_ids": "prompt",
         "text": "prompt",
-        "rid": "request_id",
         "token_ids_logprob": "logprob_token_ids",
     }
 )
@@ -93,11 +93,12 @@ async def completions(request: Request, server: ServerState) -> Response:
     if completion.best_of is not None and completion.best_of != (completion.n or 1):
         text = "best_of other than n is not supported; leave it out"
         raise ApiError(text, status=400, code="unsupported_parameter", param="best_of")
+    fields = {**_FIELDS, "rid": id_field(completion)}
     options = parse_options(
-        request, server, body, prefix="cmpl-", fields=_FIELDS, logprobs=_num_alternatives(completion.logprobs)
+        request, server, body, prefix="cmpl-", fields=fields, logprobs=_num_alternatives(completion.logprobs)
     )
     logprobs = options.logprobs
-    with field_names(_FIELDS):
+    with field_names(fields):
         texts, input_ids = await run_in_thread_if_large(body.num_bytes, lambda: _prompts(server, completion))
         inputs = GenerateReqInput(
             text=texts,

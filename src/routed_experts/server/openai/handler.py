@@ -91,7 +91,7 @@ def parse_options(
         raise ApiError(text, status=400, code="conflicting_parameters", param="request_id")
     server.metrics.ignored(body.ignored)
     return OpenAIOptions(
-        request_id=resolve_request_id(request, call.request_id or call.rid, prefix=prefix),
+        request_id=resolve_request_id(request, call.request_id or call.rid, prefix=prefix, param=id_field(call)),
         owner=request_owner(request),
         fields=fields,
         include_usage=include_usage,
@@ -99,6 +99,11 @@ def parse_options(
         logprobs=_logprob_options(server, call, logprobs),
         headers=ignored_params_header(body.ignored),
     )
+
+
+def id_field(call: OpenAIRequest) -> str:
+    """Return the field with the id of a call, of the two that may have it."""
+    return "rid" if not call.request_id and call.rid is not None else "request_id"
 
 
 def _logprob_options(server: ServerState, call: OpenAIRequest, logprobs: int | None) -> LogprobOptions:

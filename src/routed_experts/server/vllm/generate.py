@@ -51,6 +51,7 @@ _REFUSED = frozenset(
     "logprob_token_ids prompt_logprob_token_ids prompt_logprob_start trace_decode_token_ids thinking_token_budget "
     "truncate_prompt_tokens stop_regex".split()
 )
+_UNSET = (None, [], "", {}, False)  # values of theirs that change nothing; of the start of logprobs 0, too
 # The fields of this route by the engine's parameters, for errors.
 _FIELDS = MappingProxyType(
     {
@@ -291,7 +292,7 @@ def _sampling(call: TokensRequest, settings: ServerSettings) -> tuple[dict[str, 
     strings are looked for."""
     given = {} if call.sampling_params is None else call.sampling_params
     for name in _REFUSED - _PARAMS:
-        if given.get(name) not in (None, [], "", {}, False):
+        if not _is_unset(name, given.get(name)):
             text = f"{name}={short_repr(given[name])} is not supported by this server; leave it out"
             raise ApiError(text, status=400, code="unsupported_parameter", param=name)
     offered = {name: value for name, value in given.items() if name not in _REFUSED or name in _PARAMS}
@@ -306,6 +307,13 @@ def _sampling(call: TokensRequest, settings: ServerSettings) -> tuple[dict[str, 
         text = "prompt_logprobs with stream; set stream to false"
         raise ApiError(text, status=400, code="conflicting_parameters", param="prompt_logprobs")
     return {**values, "detokenize": False}, ignored
+
+
+def _is_unset(name: str, value: object) -> bool:
+    """Whether the value of a refused parameter changes nothing. The number 0 is no False: it is a length."""
+    if name == "prompt_logprob_start" and value == 0:
+        return True
+    return any(type(value) is type(unset) and value == unset for unset in _UNSET)
 
 
 def _data_parallel_rank(request: Request, call: TokensRequest) -> int | None:
