@@ -249,6 +249,21 @@ def test_an_update_may_end_what_runs_but_a_wrong_folder_ends_nothing(server, eng
     assert {choice["finish_reason"] for choice in calls.choices()} == {"abort"}
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/update_weights_from_disk", {"model_path": "seed0"}), ("/update_weight_version", {"new_version": "next"})],
+)
+def test_what_an_update_ends_says_so(server, engine, path, body):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        sampling = {"max_new_tokens": 400, "ignore_eos": True}
+        call = pool.submit(server.post, "/generate", {"input_ids": [5, 6, 7], "sampling_params": sampling})
+        while not on_engine_thread(engine, lambda core: core.request_table.num_live):
+            assert not call.done()
+        assert server.post(path, {**body, "abort_all_requests": True}).status_code == 200
+        reason = call.result(60).json()["meta_info"]["finish_reason"]
+    assert reason["type"] == "abort" and "abort_all_requests" in reason["message"]
+
+
 @pytest.mark.parametrize("path", ["/sleep?level=1", "/release_memory_occupation"])
 def test_what_runs_and_what_comes_wait_for_the_end_of_sleep(server, engine, path):
     whole = generate(server, **LONG)["choices"][0]

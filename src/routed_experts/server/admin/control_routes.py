@@ -27,6 +27,7 @@ from routed_experts.server.protocol import (
 from routed_experts.server.state import ServerState
 
 _MAX_PATH_CHARS = 1024
+_UPDATE_ABORTS = "the weights are updated, with abort_all_requests"
 _MAX_SHOWN_CHARS = 256  # of a path in an error: a slip may be in its last part
 
 
@@ -140,7 +141,7 @@ async def update_from_folder(
         label = parse_label(weight_version, param="weight_version")
         if abort_first:
             engine.flush_submissions()
-            await asyncio.to_thread(engine.engine.abort, abort_all=True)
+            await asyncio.to_thread(engine.abort_all, _UPDATE_ABORTS)
         try:
             return await asyncio.to_thread(engine.engine.update_weights_from_disk, folder, version=label, cache=cache)
         except (CheckpointError, WeightsMismatchError) as error:
@@ -157,7 +158,7 @@ async def update_weight_version(request: Request, server: ServerState) -> Respon
     if body.abort_all_requests is not False:
         check_awake(engine)
         engine.flush_submissions()
-        await asyncio.to_thread(engine.engine.abort, abort_all=True)
+        await asyncio.to_thread(engine.abort_all, _UPDATE_ABORTS)
     version = await asyncio.to_thread(engine.engine.update_weight_version, label)
     return json_response({"success": True, "message": "updated", "new_version": label, **version.to_json()})
 
