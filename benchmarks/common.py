@@ -3,6 +3,7 @@
 The model is the one of the peers' table: Qwen3-MoE, hidden 512, 6 layers, 8 query and 4 key-value heads of 128, 32
 experts of width 256, top-4, vocabulary 8,192; random weights, with a router spread enough that routing is diverse."""
 
+import datetime
 import json
 import os
 import platform
@@ -142,7 +143,7 @@ class Prompts:
 
 
 def machine() -> dict[str, object]:
-    """The machine and the versions that a figure was measured with."""
+    """The machine, the versions and the date that a figure was measured with."""
     cpu = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         "unknown",
@@ -155,6 +156,7 @@ def machine() -> dict[str, object]:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in names},
         "load_before": os.getloadavg()[0],
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 
 

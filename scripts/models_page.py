@@ -72,12 +72,15 @@ Rotary positions may be plain, linear, yarn or llama3. Dynamic scaling works up 
 the length of its short factors; PhiMoE has plain positions or longrope. Where a file has both `rope_scaling` and
 `rope_parameters`, transformers reads the first alone, so a key that only the second has is refused. Factors of linear,
 dynamic, yarn and llama3 positions below 1, another activation than the family's, and biases that it does not have are
-refused by name, too. A key that is left out means what transformers takes for it, which may differ from `null`:
-`sliding_window` and `attention_chunk_size`. `null` of a switch that is on by default and served on and off is refused,
-as transformers refuses it; DeepSeek-V3's `norm_topk_prob` and `rope_interleave`, and `truncate` of yarn, are then
-false, as there. Where one value of a switch alone is served, as of `norm_topk_prob` of Mixtral, GPT-OSS, Granite-MoE,
-Ernie 4.5 MoE, Hunyuan and MiniMax-M2, `use_qk_norm` and `use_mixed_mlp_moe` of Hunyuan and `attn_output_gate` of
-Qwen3-Next, `null` means what a key that is left out means.
+refused by name, too. A missing key has transformers' default. `null` is read so:
+
+| key | `null` means |
+|---|---|
+| `sliding_window`, `attention_chunk_size` | none, which may differ from the default |
+| `norm_topk_prob` and `rope_interleave` of DeepSeek-V3, `truncate` of yarn | false, as in transformers |
+| `norm_topk_prob` of Mixtral, GPT-OSS, Granite-MoE, Ernie 4.5 MoE, Hunyuan and MiniMax-M2 | the default: one value is served |
+| `use_qk_norm` and `use_mixed_mlp_moe` of Hunyuan, `attn_output_gate` of Qwen3-Next | the default: one value is served |
+| another switch that is on by default | refused, as in transformers |
 
 Tensors have the names of published files, which transformers writes by default. Its own names
 (`save_pretrained(..., save_original_format=False)`) are refused for Mixtral, PhiMoE, K-EXAONE, Granite-MoE,

@@ -137,7 +137,7 @@ _DEFAULTS: Mapping[str, str] = MappingProxyType(  # of fields whose default says
         "revision": "the main branch",
         "tokenizer_path": "the model's own",
         "context_length": "the model's own",
-        "max_total_tokens": "what fits, at most every running request at full length",
+        "max_total_tokens": "what fits, at most twice the running requests at full length",
         "max_running_requests": "the largest of --precompile-bs-paddings",
         "chunked_prefill_size": "the largest of --precompile-token-paddings",
         "max_prefill_tokens": "the largest of --precompile-token-paddings",

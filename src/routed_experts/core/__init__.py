@@ -1,1 +1,1 @@
-"""The nouns that all rooms share. Standard library and NumPy only."""
+"""The nouns that all rooms share. Standard library, NumPy, ml_dtypes and jaxtyping; never JAX."""

@@ -53,7 +53,7 @@ class ServerArgs:
     dp_size: int = 1
     page_size: int = 16
     mem_fraction_static: float = 0.8  # of the device's memory, for weights and pools
-    max_total_tokens: int | None = None  # KV slots: what fits, at most every request at full context
+    max_total_tokens: int | None = None  # KV slots: what fits, at most twice the running requests at full context
     max_running_requests: int | None = None  # the largest of batch_paddings
     max_queued_requests: int = 1024
     chunked_prefill_size: int | None = None  # the largest of token_paddings

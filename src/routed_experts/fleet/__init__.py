@@ -1,1 +1,1 @@
-"""A fleet: several engines behind one endpoint, placed and supervised by Ray. The only room that imports Ray."""
+"""A fleet: several engines behind one endpoint, placed and supervised by Ray. Beside the command that starts it, the only room that imports Ray."""
