@@ -23,7 +23,7 @@ from routed_experts.speculation.acceptance_estimates import AcceptanceEstimates
 from routed_experts.speculation.continuations import PRIOR_SURVIVAL
 from routed_experts.speculation.cost_table import CostTable
 from routed_experts.speculation.draft_policy import DraftPolicy
-from routed_experts.speculation.drafter import Draft, Sample, SequenceInfo
+from routed_experts.speculation.drafter import Draft, DraftSample, DraftSequence
 from routed_experts.speculation.namespace_texts import NamespaceTexts
 from routed_experts.speculation.rollouts import RolloutStore
 from routed_experts.speculation.text_drafter import CopyRule, TextDrafter, context_hash
@@ -61,7 +61,7 @@ def make_drafter(name: str, search: str, prompt: np.ndarray, answer: np.ndarray)
     drafter = TextDrafter(rule, store=store, texts=texts, contexts=contexts, compiled=compiled)
     for seed in range(8):
         other = np.random.default_rng(seed).permutation(answer)
-        drafter.remember(prompt, answer if name == "rollout" and seed == 0 else other, Sample(noise=seed))
+        drafter.remember(prompt, answer if name == "rollout" and seed == 0 else other, DraftSample(noise=seed))
     return drafter
 
 
@@ -72,7 +72,7 @@ def drafting_row(name: str, search: str, kind: str, context: int, steps: int, re
     builds, seconds, extending = list[float](), list[float](), list[float]()
     for _ in range(repeats):
         start = time.thread_time()
-        drafter.open("text", text[:context], SequenceInfo(prompt_len=context, sample=Sample(noise=0)))
+        drafter.open("text", text[:context], DraftSequence(prompt_len=context, sample=DraftSample(noise=0)))
         builds.append(time.thread_time() - start)
     start = time.thread_time()
     for position in range(context, context + steps):

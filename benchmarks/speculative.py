@@ -44,7 +44,7 @@ from routed_experts.engine.loop.core import EngineCore
 from routed_experts.engine.loop.speculation import DraftLimits, Speculation
 from routed_experts.scheduling.schedule_batch import Req
 from routed_experts.speculation.draft_policy import DraftPolicy
-from routed_experts.speculation.drafter import Draft, Sample, SequenceInfo
+from routed_experts.speculation.drafter import Draft, DraftSample, DraftSequence
 
 COPIED, EDITED = 16, 4  # tokens of a piece of "copy and edit"
 ENGINES = {
@@ -129,7 +129,7 @@ class Oracle:
         self._survival = ALPHA ** np.arange(1, ORACLE_DRAFTS + 1)
         self._noise, self._vocabulary = np.random.default_rng(5), vocabulary
 
-    def open(self, key: str, tokens: np.ndarray, info: SequenceInfo) -> None:
+    def open(self, key: str, tokens: np.ndarray, info: DraftSequence) -> None:
         self._known[key], answer = tokens.size, self.answers[key]
         others = self._noise.integers(0, self._vocabulary, answer.size)
         self._drafts[key] = np.where(self._noise.random(answer.size) < ALPHA, answer, others).astype(np.int32)
@@ -141,7 +141,7 @@ class Oracle:
         self._known.pop(key, None)
         self._drafts.pop(key, None)
 
-    def remember(self, prompt: np.ndarray, output: np.ndarray, sample: Sample) -> None:
+    def remember(self, prompt: np.ndarray, output: np.ndarray, sample: DraftSample) -> None:
         pass
 
     def forget(self) -> None:
@@ -210,7 +210,7 @@ def remember(
     for prompt, answer in zip(prompts, answers, strict=True):
         others = noise.integers(0, vocabulary, answer.size)
         old = np.where(noise.random(answer.size) < changed, others, answer).astype(np.int32)
-        speculation.remember(prompt, old, Sample())
+        speculation.remember(prompt, old, DraftSample())
 
 
 def text_of(load: str, prompt: np.ndarray, new: int, noise: np.random.Generator, vocabulary: int) -> np.ndarray:

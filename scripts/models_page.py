@@ -78,8 +78,8 @@ refused by name, too. A missing key has transformers' default. `null` is read so
 |---|---|
 | `sliding_window`, `attention_chunk_size` | none, which may differ from the default |
 | `norm_topk_prob` and `rope_interleave` of DeepSeek-V3, `truncate` of yarn | false, as in transformers |
-| `norm_topk_prob` of Mixtral, GPT-OSS, Granite-MoE, Ernie 4.5 MoE, Hunyuan and MiniMax-M2 | the default: one value is served |
-| `use_qk_norm` and `use_mixed_mlp_moe` of Hunyuan, `attn_output_gate` of Qwen3-Next | the default: one value is served |
+| `norm_topk_prob` of Mixtral, GPT-OSS, Granite-MoE, Ernie 4.5 MoE, Hunyuan and MiniMax-M2 | the default |
+| `use_qk_norm` and `use_mixed_mlp_moe` of Hunyuan, `attn_output_gate` of Qwen3-Next | the default |
 | another switch that is on by default | refused, as in transformers |
 
 Tensors have the names of published files, which transformers writes by default. Its own names

@@ -19,7 +19,7 @@ from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.engine.loop import speculation as speculation_module
 from routed_experts.engine.loop.speculation import MAX_FAILURES, DraftLimits, Speculation
 from routed_experts.speculation.cost_table import CostTable
-from routed_experts.speculation.drafter import Sample
+from routed_experts.speculation.drafter import DraftSample
 from routed_experts.speculation.namespace_texts import NamespaceTexts
 from routed_experts.speculation.rollouts import RolloutStore
 from routed_experts.speculation.text_drafter import CopyRule, TextDrafter, context_hash
@@ -181,7 +181,7 @@ def make_rollout_drafter(expected, seed):
         answer = np.where(wrong, rng.integers(0, VOCAB_SIZE, answer.size), answer).astype(np.int32)
         sampling = req.source.sampling
         noise = None if sampling.temperature == 0 else (sampling.seed, req.source.choice)
-        drafter.remember(prompt, answer, Sample(noise=noise))
+        drafter.remember(prompt, answer, DraftSample(noise=noise))
     return drafter
 
 

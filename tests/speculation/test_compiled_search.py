@@ -9,7 +9,7 @@ from routed_experts.layers.native import text_drafts, toolchain
 from routed_experts.speculation import compiled_search
 from routed_experts.speculation.compiled_search import CompiledSearch
 from routed_experts.speculation.context_index import ContextIndex
-from routed_experts.speculation.drafter import Sample, SequenceInfo
+from routed_experts.speculation.drafter import DraftSample, DraftSequence
 from routed_experts.speculation.namespace_texts import NamespaceTexts
 from routed_experts.speculation.rollouts import RolloutStore
 from routed_experts.speculation.sorted_contexts import NO_TOKEN, ContextHash, SortedContexts
@@ -65,9 +65,9 @@ def test_both_searches_propose_the_same(compiled_functions, seed):
         action = rng.random()
         if action < 0.03 or not opened:
             prompt = prompts[int(rng.integers(2))]
-            info = SequenceInfo(
+            info = DraftSequence(
                 prompt_len=prompt.size,
-                sample=Sample(namespace=SPACES[int(rng.integers(2))], noise=int(rng.integers(4))),
+                sample=DraftSample(namespace=SPACES[int(rng.integers(2))], noise=int(rng.integers(4))),
                 group="group" if rng.integers(2) else None,
                 prediction=copied(rng, texts, alphabet, int(rng.integers(0, 90))) if rng.random() < 0.3 else None,
             )
@@ -102,7 +102,7 @@ def test_whole_numbers_of_a_rule_are_those_numbers(compiled_functions, max_facto
         rule = CopyRule(counts=True, max_factor=number(max_factor), min_probability=number(min_probability))
         for functions in (None, compiled_functions):
             drafter = make_drafter(rule, functions)
-            drafter.open("a", text, SequenceInfo(prompt_len=text.size))
+            drafter.open("a", text, DraftSequence(prompt_len=text.size))
             drafts.append(drafter.propose("a", 7).tokens.tolist())
     assert drafts == 4 * [[0, 1, 2, 3, 4, 0, 1]]
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from oracles import copying
 from routed_experts.speculation.context_index import ContextIndex
 from routed_experts.speculation.continuations import PRIOR_SURVIVAL
-from routed_experts.speculation.drafter import DraftSource, Sample, SequenceInfo
+from routed_experts.speculation.drafter import DraftSample, DraftSequence, DraftSource
 from routed_experts.speculation.matcher import Matcher
 from routed_experts.speculation.namespace_texts import NamespaceTexts
 from routed_experts.speculation.text_drafter import CopyRule, TextDrafter, context_hash
@@ -123,10 +123,10 @@ def test_the_draft_is_the_best_one_of_the_sequence_and_its_namespace(functions, 
     namespace = NamespaceTexts(contexts, max_bytes=1 << 20)
     drafter = TextDrafter(rule, texts=namespace, contexts=contexts, compiled=functions)
     for before, text in texts:
-        drafter.remember(ids(before), ids(text), Sample())  # of equal lengths: each is indexed at once
+        drafter.remember(ids(before), ids(text), DraftSample())  # of equal lengths: each is indexed at once
     others = copying.places_of([(before[-rule.max_window :], text) for before, text in texts], rule.max_window)
     tokens, size = copied(rng, texts, alphabet, 100), int(rng.integers(1, 50))
-    drafter.open("a", ids(tokens[:size]), SequenceInfo(prompt_len=size))
+    drafter.open("a", ids(tokens[:size]), DraftSequence(prompt_len=size))
     while size < len(tokens):
         expected, best = 0.0, ([], DraftSource.CONTEXT)
         for places, source in ((copying.own_places(tokens[:size]), best[1]), (others, DraftSource.NAMESPACE)):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from routed_experts.core.errors import ConfigError
 from routed_experts.speculation.context_index import ContextIndex
 from routed_experts.speculation.continuations import LONGEST_MATCH, PRIOR_SURVIVAL, most_expected, prior_survival
-from routed_experts.speculation.drafter import SequenceInfo
+from routed_experts.speculation.drafter import DraftSequence
 from routed_experts.speculation.sorted_contexts import ContextHash
 from routed_experts.speculation.text_drafter import CopyRule, TextDrafter, context_hash
 
@@ -23,7 +23,7 @@ def ngram_drafter(functions, *, min_window=1, max_window=12, position_bits=24):
 
 def open_text(drafter, key, tokens):
     tokens = np.asarray(tokens, np.int32)
-    drafter.open(key, tokens, SequenceInfo(prompt_len=tokens.size))
+    drafter.open(key, tokens, DraftSequence(prompt_len=tokens.size))
 
 
 def search(text, min_window, max_window):

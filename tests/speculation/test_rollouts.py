@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from routed_experts.speculation.drafter import DraftSource, Sample, SequenceInfo
+from routed_experts.speculation.drafter import DraftSample, DraftSequence, DraftSource
 from routed_experts.speculation.namespace_texts import NamespaceTexts
 from routed_experts.speculation.rollouts import MOST_ROLLOUTS, OVERHEAD, RolloutStore
 from routed_experts.speculation.text_drafter import CopyRule, TextDrafter, context_hash
@@ -33,7 +33,7 @@ def sharing_drafter(functions, rule=NGRAM, *, max_bytes=1 << 22, max_rollouts=No
 
 
 def info(prompt, noise=None, namespace=None, **fields):
-    return SequenceInfo(prompt_len=len(prompt), sample=Sample(namespace=namespace, noise=noise), **fields)
+    return DraftSequence(prompt_len=len(prompt), sample=DraftSample(namespace=namespace, noise=noise), **fields)
 
 
 PROMPT = list(range(1000, 1020))
@@ -44,8 +44,8 @@ IN_EVERY_RUN = [(64, 2), (64, 64), (1, 1024)]  # answers of a prompt, and tokens
 @pytest.fixture(params=[NGRAM, SUFFIX], ids=["ngram", "suffix"])
 def drafter(functions, request):
     drafter = sharing_drafter(functions, request.param)
-    drafter.remember(ids(PROMPT), ids(FIRST), Sample(noise=(7, 0)))
-    drafter.remember(ids(PROMPT), ids(SECOND), Sample(noise=(7, 1)))
+    drafter.remember(ids(PROMPT), ids(FIRST), DraftSample(noise=(7, 0)))
+    drafter.remember(ids(PROMPT), ids(SECOND), DraftSample(noise=(7, 1)))
     return drafter
 
 
@@ -116,7 +116,7 @@ def test_what_is_forgotten_is_no_longer_followed(drafter):
 
 def test_a_newer_answer_of_the_same_noise_replaces_the_older(drafter):
     newer = list(range(500, 540))
-    drafter.remember(ids(PROMPT), ids(newer), Sample(noise=(7, 0)))
+    drafter.remember(ids(PROMPT), ids(newer), DraftSample(noise=(7, 0)))
     drafter.open("a", ids(PROMPT), info(PROMPT, (7, 0)))
     assert drafter.propose("a", 5).tokens.tolist() == newer[:5]
     entry = drafter._store.find(ids(PROMPT), None)
@@ -176,7 +176,7 @@ def test_no_draft_of_a_namespace_ever_contains_another_ones_text(functions, data
             drafter.open(number, ids(prompt), info(prompt, noise, space, group=group, prediction=prediction))
             texts[number] = space, prompt
         elif action == "remember":
-            drafter.remember(ids(prompt), ids(data.draw(own)), Sample(namespace=space, noise=noise))
+            drafter.remember(ids(prompt), ids(data.draw(own)), DraftSample(namespace=space, noise=noise))
         elif action == "forget" and data.draw(st.booleans()):
             drafter.forget()
         elif keys and action == "extend":
@@ -199,7 +199,7 @@ def test_the_least_recently_used_prompts_are_dropped_first(functions, limit):
     bounds = {"max_bytes": 40_000} if limit == "bytes" else {"max_bytes": 1 << 30, "max_rollouts": 7}
     drafter, rng = sharing_drafter(functions, **bounds), np.random.default_rng(0)
     for number in range(400):
-        drafter.remember(ids([number]), ids(rng.integers(0, 9, 300)), Sample(noise=number % 5))
+        drafter.remember(ids([number]), ids(rng.integers(0, 9, 300)), DraftSample(noise=number % 5))
         store = drafter._store
         entries = store._prompts.values()
         assert store.nbytes == sum(entry.nbytes for entry in entries)
@@ -215,7 +215,7 @@ def test_the_least_recently_used_prompts_are_dropped_first(functions, limit):
 def test_a_prompt_has_so_many_answers_at_most(functions):
     drafter = sharing_drafter(functions)
     for seed in range(MOST_ROLLOUTS + 10):
-        drafter.remember(ids(PROMPT), ids([seed]), Sample(noise=(seed, 0)))
+        drafter.remember(ids(PROMPT), ids([seed]), DraftSample(noise=(seed, 0)))
     entry = drafter._store.find(ids(PROMPT), None)
     assert [rollout.noise[0] for rollout in entry.rollouts] == list(range(MOST_ROLLOUTS + 9, 9, -1))
 
@@ -224,9 +224,9 @@ def test_a_prompt_has_so_many_answers_at_most(functions):
 def test_a_prompt_that_fills_the_store_loses_its_oldest_answers(limit):
     bounds = {"max_bytes": 1 << 20} if limit == "bytes" else {"max_bytes": 1 << 30, "max_rollouts": 10}
     store = RolloutStore(**bounds)
-    store.add(ids([5]), ids(FIRST), Sample(noise=None), window=12)
+    store.add(ids([5]), ids(FIRST), DraftSample(noise=None), window=12)
     for seed in range(64):
-        store.add(ids(PROMPT), ids([seed] * 8000), Sample(noise=(seed, 0)), window=12)
+        store.add(ids(PROMPT), ids([seed] * 8000), DraftSample(noise=(seed, 0)), window=12)
         entry = store.find(ids(PROMPT), None)
         most = ((1 << 20) - OVERHEAD - 4 * 12) // (4 * 8000 + OVERHEAD) if limit == "bytes" else 10
         kept = [rollout.noise[0] for rollout in entry.rollouts]
@@ -239,9 +239,9 @@ def test_a_prompt_that_fills_the_store_loses_its_oldest_answers(limit):
 @pytest.mark.parametrize("bounds", [{"max_bytes": 1 << 20}, {"max_bytes": 1 << 30, "max_rollouts": 0}])
 def test_an_answer_that_does_not_fit_alone_drops_no_other(bounds):
     store = RolloutStore(**bounds)
-    store.add(ids(PROMPT), ids(FIRST), Sample(noise=0), window=12)
+    store.add(ids(PROMPT), ids(FIRST), DraftSample(noise=0), window=12)
     before = store.nbytes
-    store.add(ids([1]), ids(range(1 << 18)), Sample(noise=1), window=12)
+    store.add(ids([1]), ids(range(1 << 18)), DraftSample(noise=1), window=12)
     assert store.find(ids([1]), None) is None
     assert store.nbytes == before
     assert (store.find(ids(PROMPT), None) is None) == (before == 0) == ("max_rollouts" in bounds)
@@ -250,10 +250,10 @@ def test_an_answer_that_does_not_fit_alone_drops_no_other(bounds):
 def test_an_answer_in_use_may_be_dropped(functions):
     """A sequence goes on with what is left of the answers to its prompt."""
     drafter = sharing_drafter(functions, max_bytes=4 * 100 + 3 * OVERHEAD)
-    drafter.remember(ids(PROMPT), ids(FIRST), Sample(noise=0))
+    drafter.remember(ids(PROMPT), ids(FIRST), DraftSample(noise=0))
     drafter.open("a", ids(PROMPT), info(PROMPT, 1))
     assert drafter.propose("a", 4).tokens.tolist() == FIRST[:4]
-    drafter.remember(ids(PROMPT), ids(SECOND), Sample(noise=2))
+    drafter.remember(ids(PROMPT), ids(SECOND), DraftSample(noise=2))
     assert [rollout.noise for rollout in drafter._store.find(ids(PROMPT), None).rollouts] == [2]
     drafter.extend("a", ids(SECOND[10:23]))
     assert drafter.propose("a", 4).tokens.tolist() == SECOND[23:27]
@@ -275,7 +275,9 @@ def test_no_more_memory_is_held_for_answers_than_is_counted(num_answers, size):
     try:
         store = RolloutStore(max_bytes=most)
         for number, answer in answers:
-            sample = Sample(noise=(2**40 + number, 1000 + number), namespace="x" * 4000 + str(number // num_answers))
+            sample = DraftSample(
+                noise=(2**40 + number, 1000 + number), namespace="x" * 4000 + str(number // num_answers)
+            )
             store.add(ids([number // num_answers] * 30), answer, sample, window=24)
         gc.collect()
         held, _ = tracemalloc.get_traced_memory()
@@ -290,7 +292,7 @@ def test_answers_are_known_by_prompt_and_namespace():
     spaces = (None, "", "a", "b", "\ud800", "x" * 4096)
     for number, space in enumerate(spaces):
         for prompt in ([1], [1, 2]):
-            store.add(ids(prompt), ids([number, len(prompt)]), Sample(namespace=space), window=12)
+            store.add(ids(prompt), ids([number, len(prompt)]), DraftSample(namespace=space), window=12)
     for number, space in enumerate(spaces):
         for prompt in ([1], [1, 2]):
             (rollout,) = store.find(ids(prompt), space).rollouts
@@ -301,6 +303,6 @@ def test_a_million_tokens_stay_in_the_stores_bound(functions):
     drafter, rng = sharing_drafter(functions, SUFFIX, max_bytes=2 << 20), np.random.default_rng(0)
     for number in range(1000):
         drafter.remember(
-            ids([number % 50]), ids(rng.integers(0, 300, 1000)), Sample(noise=number, namespace=str(number % 7))
+            ids([number % 50]), ids(rng.integers(0, 300, 1000)), DraftSample(noise=number, namespace=str(number % 7))
         )
         assert drafter.nbytes <= 2 * (2 << 20)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from oracles import copying
 from routed_experts.speculation.continuations import PRIOR_SURVIVAL
-from routed_experts.speculation.drafter import DraftSource, Sample, SequenceInfo
+from routed_experts.speculation.drafter import DraftSample, DraftSequence, DraftSource
 from routed_experts.speculation.namespace_texts import BLOCK_TOKENS, NamespaceTexts
 from routed_experts.speculation.rollouts import RolloutStore
 from routed_experts.speculation.sorted_contexts import Query
@@ -58,7 +58,7 @@ def test_drafts_of_a_sequence_are_counted_as_by_brute_force(functions, alphabet,
         text, rule = draw_text(rng, alphabet, int(rng.integers(0, 60))), draw_rule(rng)
         drafter = TextDrafter(rule, compiled=functions)
         size, most = int(rng.integers(0, len(text) + 1)), int(rng.integers(1, 9))
-        drafter.open(number, ids(text[:size]), SequenceInfo(prompt_len=size))
+        drafter.open(number, ids(text[:size]), DraftSequence(prompt_len=size))
         drafter.extend(number, ids(text[size:]))
         length, _ = copying.longest_match(text, copying.own_places(text), rule.max_window)
         check(
@@ -78,7 +78,7 @@ def test_a_long_sequence_is_counted_over_its_sorted_and_its_unsorted_part(functi
     text = draw_text(rng, int(rng.choice([2, 3, 40])), 900)
     drafter = TextDrafter(rule, compiled=functions)
     size = int(rng.integers(200, 400))
-    drafter.open("grown", ids(text[:size]), SequenceInfo(prompt_len=size))
+    drafter.open("grown", ids(text[:size]), DraftSequence(prompt_len=size))
     while size < len(text):
         added = int(rng.choice([1, 1, 1, 1, 2, 2, 3, 60, 300]))
         drafter.extend("grown", ids(text[size : size + added]))
@@ -136,11 +136,11 @@ def test_the_source_with_more_expected_tokens_wins(functions):
     contexts = context_hash(rule)
     store, texts = RolloutStore(max_bytes=1 << 20), NamespaceTexts(contexts, max_bytes=1 << 20)
     drafter = TextDrafter(rule, store=store, texts=texts, contexts=contexts, compiled=functions)
-    drafter.remember(ids([9, 8]), ids([1, 2, 3, 4, 5, 6]), Sample())
-    drafter.open("own", ids([3, 50, 51, 52, 7, 3]), SequenceInfo(prompt_len=6))
+    drafter.remember(ids([9, 8]), ids([1, 2, 3, 4, 5, 6]), DraftSample())
+    drafter.open("own", ids([3, 50, 51, 52, 7, 3]), DraftSequence(prompt_len=6))
     draft = drafter.propose("own", 3)  # both have seen one token of context; the first of equals
     assert (draft.tokens.tolist(), draft.source) == ([50, 51, 52], DraftSource.CONTEXT)
-    drafter.open("other", ids([3, 50, 51, 52, 2, 3]), SequenceInfo(prompt_len=6))
+    drafter.open("other", ids([3, 50, 51, 52, 2, 3]), DraftSequence(prompt_len=6))
     draft = drafter.propose("other", 3)
     assert (draft.tokens.tolist(), draft.source) == ([4, 5, 6], DraftSource.NAMESPACE)
 

@@ -1,1 +1,2 @@
-"""A fleet: several engines behind one endpoint, placed and supervised by Ray. Beside the command that starts it, the only room that imports Ray."""
+"""A fleet: several engines behind one endpoint, placed and supervised by Ray. Only it, and the
+command that starts it, import Ray."""

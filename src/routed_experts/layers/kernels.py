@@ -65,7 +65,7 @@ class SharedExperts:
     gate: Float[Array, "R D 1"] | None = None
 
 
-class ExpertCounts(NamedTuple):
+class RoutingSize(NamedTuple):
     """The routed experts of a layer, and how many of them a token has."""
 
     num_experts: int
@@ -85,7 +85,7 @@ class StreamNorm:
     offset: float = 0.0
     residual_scale: float = 1.0
     next_matrices: Weight | None = None
-    experts: ExpertCounts | None = None
+    experts: RoutingSize | None = None
 
 
 @jax.tree_util.register_dataclass

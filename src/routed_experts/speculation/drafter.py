@@ -37,7 +37,7 @@ NO_DRAFT = Draft(np.zeros(0, np.int32), np.zeros(0, np.float64))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class DraftSample:
     """Which of the answers to a prompt a sequence is. `namespace`: sequences of equal namespaces may share text where
     the engine allows that. `noise`: equal for answers that are sampled with the same noise (seed and choice, None
     without noise)."""
@@ -54,12 +54,12 @@ def namespace_digest(namespace: str | None) -> bytes:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceInfo:
+class DraftSequence:
     """What a drafter may know of a sequence besides its tokens. `group`: shared by the choices of one prompt, None for
     a single one; `prediction`: the answer that the caller expects."""
 
     prompt_len: int
-    sample: Sample = Sample()
+    sample: DraftSample = DraftSample()
     group: Hashable = None
     prediction: Int32[np.ndarray, " G"] | None = None
 
@@ -72,7 +72,7 @@ class Drafter(Protocol):
         """Host memory of all open sequences and of what is remembered, in bytes."""
         ...
 
-    def open(self, key: Hashable, tokens: Int32[np.ndarray, " S"], info: SequenceInfo) -> None:
+    def open(self, key: Hashable, tokens: Int32[np.ndarray, " S"], info: DraftSequence) -> None:
         """Begin a sequence with its known tokens; a sequence that is open under this key is replaced."""
         ...
 
@@ -88,7 +88,7 @@ class Drafter(Protocol):
         """Drop a sequence and its memory; an unknown key is ignored."""
         ...
 
-    def remember(self, prompt: Int32[np.ndarray, " S"], output: Int32[np.ndarray, " G"], sample: Sample) -> None:
+    def remember(self, prompt: Int32[np.ndarray, " S"], output: Int32[np.ndarray, " G"], sample: DraftSample) -> None:
         """Take an answer for later sequences of its namespace; a drafter without a store ignores it."""
         ...
 

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 import numpy as np
 from jaxtyping import Float, Int, Int32
 
-from routed_experts.speculation.drafter import NO_DRAFT, Draft, DraftSource, Sample, SequenceInfo
+from routed_experts.speculation.drafter import NO_DRAFT, Draft, DraftSample, DraftSequence, DraftSource
 
 
 class ModelDrafter:
@@ -41,7 +41,7 @@ class ModelDrafter:
         """The last drafts of a sequence, and of how many tokens they are the continuation; -1 without any."""
         return self._offers.get(key, (-1, NO_DRAFT))
 
-    def open(self, key: Hashable, tokens: Int32[np.ndarray, " S"], info: SequenceInfo) -> None:
+    def open(self, key: Hashable, tokens: Int32[np.ndarray, " S"], info: DraftSequence) -> None:
         """Begin a sequence."""
         self._lengths[key] = tokens.size
 
@@ -61,7 +61,7 @@ class ModelDrafter:
         self._lengths.pop(key, None)
         self._offers.pop(key, None)
 
-    def remember(self, prompt: Int32[np.ndarray, " S"], output: Int32[np.ndarray, " G"], sample: Sample) -> None:
+    def remember(self, prompt: Int32[np.ndarray, " S"], output: Int32[np.ndarray, " G"], sample: DraftSample) -> None:
         """Nothing is remembered."""
 
     def forget(self) -> None:

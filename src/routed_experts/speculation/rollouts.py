@@ -1,7 +1,7 @@
 """Rollouts: earlier answers to a prompt, as drafts of its next ones.
 
 An answer that was sampled with the same noise (seed and choice) is followed from its start: with unchanged weights it
-is the next answer, and after an update most of it (SequenceInfo.noise). Where it differs, the end of the sequence is
+is the next answer, and after an update most of it (DraftSequence.noise). Where it differs, the end of the sequence is
 searched in all answers to the prompt. Dims: S tokens of a prompt, G generated tokens."""
 
 import collections
@@ -12,7 +12,7 @@ from collections.abc import Hashable
 import numpy as np
 from jaxtyping import Int32
 
-from routed_experts.speculation.drafter import Sample, namespace_digest
+from routed_experts.speculation.drafter import DraftSample, namespace_digest
 from routed_experts.speculation.sorted_contexts import ContextHash
 from routed_experts.speculation.text_index import TextIndex
 
@@ -117,7 +117,7 @@ class RolloutStore:
         return entry
 
     def add(
-        self, prompt: Int32[np.ndarray, " S"], output: Int32[np.ndarray, " G"], sample: Sample, *, window: int
+        self, prompt: Int32[np.ndarray, " S"], output: Int32[np.ndarray, " G"], sample: DraftSample, *, window: int
     ) -> None:
         """Add an answer; one that does not fit alone is ignored. `window`: tokens of the prompt's end that are
         searched."""

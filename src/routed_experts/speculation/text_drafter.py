@@ -27,7 +27,7 @@ from routed_experts.speculation.continuations import (
     latest_continuation,
     most_expected,
 )
-from routed_experts.speculation.drafter import NO_DRAFT, Draft, DraftSource, Sample, SequenceInfo
+from routed_experts.speculation.drafter import NO_DRAFT, Draft, DraftSample, DraftSequence, DraftSource
 from routed_experts.speculation.followed_text import FollowedText
 from routed_experts.speculation.matcher import Matcher
 from routed_experts.speculation.namespace_texts import NamespaceTexts
@@ -65,7 +65,7 @@ class _Sequence:
     def __init__(
         self,
         tokens: Int32[np.ndarray, " S"],
-        info: SequenceInfo,
+        info: DraftSequence,
         contexts: ContextHash,
         *,
         counts: bool,
@@ -207,7 +207,7 @@ class TextDrafter:
                 shared[id(sequence.rollouts)] = sequence.rollouts.index_nbytes
         return total + sum(shared.values()) + sum(group.rollouts.nbytes for group in self._groups.values())
 
-    def open(self, key: Hashable, tokens: Int32[np.ndarray, " S"], info: SequenceInfo) -> None:
+    def open(self, key: Hashable, tokens: Int32[np.ndarray, " S"], info: DraftSequence) -> None:
         """Index a sequence; one that is open under this key is replaced."""
         self.close(key)
         sequence = _Sequence(tokens, info, self._hash, counts=self._rule.counts, compiled=self._compiled)
@@ -279,7 +279,7 @@ class TextDrafter:
         elif output.size:
             group.rollouts.add(Rollout(info.sample.noise, output))
 
-    def remember(self, prompt: Int32[np.ndarray, " S"], output: Int32[np.ndarray, " G"], sample: Sample) -> None:
+    def remember(self, prompt: Int32[np.ndarray, " S"], output: Int32[np.ndarray, " G"], sample: DraftSample) -> None:
         """Take an answer for later sequences of its namespace; without a store it is ignored."""
         if self._store is not None and output.size:
             self._store.add(prompt, output, sample, window=self._hash.max_window)
@@ -297,7 +297,7 @@ class TextDrafter:
         for sequence in self._sequences.values():
             sequence.drop_rollouts()
 
-    def _prompt_end(self, tokens: Int32[np.ndarray, " S"], info: SequenceInfo) -> Int32[np.ndarray, " W"]:
+    def _prompt_end(self, tokens: Int32[np.ndarray, " S"], info: DraftSequence) -> Int32[np.ndarray, " W"]:
         return tokens[max(info.prompt_len - self._hash.max_window, 0) : info.prompt_len].copy()
 
     def _is_in_step(self, followed: FollowedText | None) -> bool:

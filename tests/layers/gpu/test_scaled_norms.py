@@ -27,7 +27,7 @@ from routed_experts.layers.gpu.moe import CODE_TILES, choose_tiles, slot_outputs
 from routed_experts.layers.gpu.operands import MatrixKind
 from routed_experts.layers.gpu.residual import add_parts, add_slots, normed_rows
 from routed_experts.layers.gpu.scaled_rows import scale_rows
-from routed_experts.layers.kernels import ExpertCounts, SlotOutputs, StreamNorm
+from routed_experts.layers.kernels import RoutingSize, SlotOutputs, StreamNorm
 from routed_experts.models.decoder.coded_arrays import CodedArray
 from support.model_steps import PAGE, packed
 
@@ -192,7 +192,7 @@ def test_a_norm_scales_rows_for_experts_that_take_them():
 
         def normed(x, counts=counts):
             norm = StreamNorm(scales=jnp.ones((1, 64), HALF), layer=jnp.int32(0), eps=1e-6, next_matrices=codes)
-            return by_parts(x, dataclasses.replace(norm, experts=counts and ExpertCounts(*counts)))[1]
+            return by_parts(x, dataclasses.replace(norm, experts=counts and RoutingSize(*counts)))[1]
 
         assert (jax.eval_shape(normed, x).scaled is not None) == is_scaled, counts
 
@@ -210,7 +210,7 @@ def test_scaled_rows_are_taken_where_the_tiles_of_a_format_read_them(form):
     for num_experts, top_k, num_rows in counts:
         tiles = choose_tiles(num_rows * top_k, num_experts, 64, 64, kind)
         reads = num_rows > 1 and tiles.sorted_slots and tiles.scaled and tiles.gate_up.rows >= 8
-        assert takes_scaled_rows(num_rows, HALF, weight, ExpertCounts(num_experts, top_k)) == reads
+        assert takes_scaled_rows(num_rows, HALF, weight, RoutingSize(num_experts, top_k)) == reads
         found |= {(reads, tiles.sorted_slots)}
     assert found == {(False, False), (False, True), (True, True)} - ({(False, True)} if form == "e4m3" else set())
     assert not takes_scaled_rows(16, HALF, jnp.zeros((2, 64, 16), HALF))

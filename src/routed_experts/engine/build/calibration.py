@@ -19,7 +19,7 @@ from routed_experts.engine.loop.core import EngineCore
 from routed_experts.engine.loop.speculation import DraftLimits, Speculation
 from routed_experts.scheduling.schedule_batch import Req
 from routed_experts.speculation.cost_table import CostTable
-from routed_experts.speculation.drafter import Draft, Sample, SequenceInfo
+from routed_experts.speculation.drafter import Draft, DraftSample, DraftSequence
 
 logger = logging.getLogger(__name__)
 STEPS, WARM_UP = 4, 2  # that are timed, and before them
@@ -95,7 +95,7 @@ class _RandomDrafter:
     def __init__(self, limits: DraftLimits) -> None:
         self._vocab_size, self._noise = limits.vocab_size, np.random.default_rng(1)
 
-    def open(self, key: Hashable, tokens: Int32[np.ndarray, " S"], info: SequenceInfo) -> None:
+    def open(self, key: Hashable, tokens: Int32[np.ndarray, " S"], info: DraftSequence) -> None:
         """Nothing is indexed."""
 
     def extend(self, key: Hashable, tokens: Int32[np.ndarray, " S"]) -> None:
@@ -108,7 +108,7 @@ class _RandomDrafter:
     def close(self, key: Hashable) -> None:
         """Nothing is indexed."""
 
-    def remember(self, prompt: Int32[np.ndarray, " S"], output: Int32[np.ndarray, " G"], sample: Sample) -> None:
+    def remember(self, prompt: Int32[np.ndarray, " S"], output: Int32[np.ndarray, " G"], sample: DraftSample) -> None:
         """Nothing is remembered."""
 
     def forget(self) -> None:

@@ -10,7 +10,7 @@ from routed_experts.core.extra_key import check_extra_key
 from routed_experts.core.sampling_params import MAX_SEED
 from routed_experts.engine.control.context import EngineContext
 from routed_experts.engine.requests.input_processor import InputProcessor
-from routed_experts.speculation.drafter import Sample
+from routed_experts.speculation.drafter import DraftSample
 
 
 class RolloutControl:
@@ -39,7 +39,7 @@ class RolloutControl:
             _check_int("seed", seed, MAX_SEED)
         _check_int("choice", choice, MAX_SEED)
         namespace = check_extra_key(extra_key)
-        sample = Sample(namespace=namespace, noise=None if seed is None else (seed, choice))
+        sample = DraftSample(namespace=namespace, noise=None if seed is None else (seed, choice))
         self._context.thread.run_between_steps(lambda: speculation.remember(prompt, output, sample))
 
 

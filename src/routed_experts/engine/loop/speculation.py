@@ -18,7 +18,7 @@ from routed_experts.core.speculative_stats import SpeculativeCounter, Speculativ
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 from routed_experts.speculation.acceptance_estimates import AcceptanceEstimates
 from routed_experts.speculation.cost_table import CostTable
-from routed_experts.speculation.drafter import NO_DRAFT, Draft, Drafter, DraftSource, Sample, SequenceInfo
+from routed_experts.speculation.drafter import NO_DRAFT, Draft, Drafter, DraftSample, DraftSequence, DraftSource
 from routed_experts.speculation.model_drafter import ModelDrafter
 
 logger = logging.getLogger(__name__)
@@ -312,12 +312,12 @@ class Speculation:
         """What became of a request's drafts so far."""
         return req.speculative.counts(self._limits.num_drafts)
 
-    def remember(self, prompt: Int32[np.ndarray, " S"], output: Int32[np.ndarray, " G"], sample: Sample) -> None:
+    def remember(self, prompt: Int32[np.ndarray, " S"], output: Int32[np.ndarray, " G"], sample: DraftSample) -> None:
         """Give the drafter an answer, for later requests of the namespace; called between steps."""
         self._remember(prompt, output, sample)
         self.count_bytes()
 
-    def _remember(self, prompt: Int32[np.ndarray, " S"], output: Int32[np.ndarray, " G"], sample: Sample) -> None:
+    def _remember(self, prompt: Int32[np.ndarray, " S"], output: Int32[np.ndarray, " G"], sample: DraftSample) -> None:
         if self._drafter is not None:
             self._has_changed = True
             try:
@@ -407,10 +407,10 @@ class Speculation:
             logger.error("the drafter failed %d times and is off; requests go on without drafts", self._num_failures)
 
 
-def _sequence_info(req: Req) -> SequenceInfo:
+def _sequence_info(req: Req) -> DraftSequence:
     """What a drafter may know of a request besides its tokens."""
     source = req.source
-    return SequenceInfo(
+    return DraftSequence(
         prompt_len=req.prompt_len,
         sample=_sample_of(req),
         group=id(source.input_ids) if source.sampling.n > 1 else None,  # one array, as long as one of them is open
@@ -418,11 +418,11 @@ def _sequence_info(req: Req) -> SequenceInfo:
     )
 
 
-def _sample_of(req: Req) -> Sample:
+def _sample_of(req: Req) -> DraftSample:
     """Which answer to its prompt a request is."""
     sampling = req.source.sampling
     noise = None if sampling.temperature == 0 else (sampling.seed, req.source.choice)
-    return Sample(namespace=req.source.extra_key, noise=noise)
+    return DraftSample(namespace=req.source.extra_key, noise=noise)
 
 
 def _may_speculate(req: Req) -> bool:

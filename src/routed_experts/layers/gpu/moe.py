@@ -27,7 +27,7 @@ from routed_experts.layers.gpu.scaled_rows import Rows, ScaledRows, rows_for_cod
 from routed_experts.layers.gpu.sums import FEWEST_ROWS, UNROLLED_STEPS, sum_products
 from routed_experts.layers.gpu.warpgroup_experts import suits_warpgroups, warpgroup_experts
 from routed_experts.layers.gpu.warpgroups import Warpgroups
-from routed_experts.layers.kernels import ExpertCounts, SharedExperts
+from routed_experts.layers.kernels import RoutingSize, SharedExperts
 from routed_experts.layers.moe import ExpertCall, combine
 from routed_experts.layers.quantized import Weight
 
@@ -400,7 +400,7 @@ def choose_tiles(slots: int, num_experts: int, dim: int, width: int, kind: Matri
     return MoeTiles(rows=0, gate_up=gate_up, down=down, sorted_slots=False)
 
 
-def takes_scaled_rows(num_rows: int, dtype: Any, weights: Weight | None, experts: ExpertCounts | None = None) -> bool:
+def takes_scaled_rows(num_rows: int, dtype: Any, weights: Weight | None, experts: RoutingSize | None = None) -> bool:
     """Whether products of `num_rows` rows of that dtype with these matrices read scaled rows: on the tensor cores with
     codes, and of `experts` where their tiles say so."""
     if weights is None or num_rows == 1 or dtype != jnp.bfloat16:

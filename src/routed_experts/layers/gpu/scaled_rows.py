@@ -1,6 +1,6 @@
 """Rows of bfloat16 as float16, times powers of two, for products with codes: whole rows by the kernel that makes them
-(residual.py) or by one of their own; in parts, each with its own power, by attention, whose blocks make a head of a row;
-of a product of few rows, by the product's kernel, step by step (sums.py).
+(residual.py) or by one of their own; in parts, each with its own power, by attention, whose blocks make a head of a
+row; of a product of few rows, by the product's kernel, step by step (sums.py).
 
 A row's largest number is taken to [2^14, 2^15), just below the largest float16, and its sums are multiplied by the
 inverse, which is exact. float16 has more bits than bfloat16, but ends at 2^-24: numbers of a row from 2^-31 of its

@@ -17,10 +17,10 @@ from jaxtyping import Array, Float, Int
 from routed_experts.capture.device_cache import RoutedExpertsDeviceCache
 from routed_experts.layers.attention import FusedQKV
 from routed_experts.layers.kernels import (
-    ExpertCounts,
     FusedSteps,
     NormedRows,
     RouterBiases,
+    RoutingSize,
     SharedExperts,
     SlotOutputs,
     StreamNorm,
@@ -131,7 +131,7 @@ class _FusedLayer:
         mixed, cache = self._mix(normed, cache, repeat, layer)
         mixed = mixed if isinstance(mixed, ScaledRows) else mixed.reshape(x.shape[0], -1)
         parts = fused.product(mixed, self._matrices("out"), repeat)
-        experts = ExpertCounts(feed.router.num_experts, feed.router.top_k)
+        experts = RoutingSize(feed.router.num_experts, feed.router.top_k)
         norm = self._norm(self._all("post_norm"), repeat, self._matrices("gate_up"), experts)
         x, normed, logits = fused.add_parts(x, parts, self._get("out_bias"), norm, self._all("router"))
         biases = RouterBiases(logits=self._get("router_bias"), selection=self._get("selection_bias"), layer=repeat)
@@ -218,7 +218,7 @@ class _FusedLayer:
         scales: Float[Array, "R D"],
         repeat: Int[Array, ""],
         next_matrices: Weight | None,
-        experts: ExpertCounts | None = None,
+        experts: RoutingSize | None = None,
     ) -> StreamNorm:
         config = self.config
         return StreamNorm(

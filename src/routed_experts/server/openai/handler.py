@@ -1,7 +1,7 @@
 """What both routes of OpenAI share: sampling parameters, the handler of a call, the state of a choice, logprobs, usage.
 
-Chat and text completions differ in their ResponseFormat. A stream has a first chunk, chunks of text, of which the last
-of each choice has the finish reason, and a chunk with the usage if the request asks for it."""
+Chat and text completions differ in their ResponseRenderer. A stream has a first chunk, chunks of text, of which the
+last of each choice has the finish reason, and a chunk with the usage if the request asks for it."""
 
 import dataclasses
 import time
@@ -319,7 +319,7 @@ def _prompt_entries(num_top: int, pairs: Iterable[tuple[TokenLogprob, TopLogprob
     ]
 
 
-class ResponseFormat(Protocol):
+class ResponseRenderer(Protocol):
     """How chat or text completions write a choice."""
 
     object_name: str
@@ -358,7 +358,7 @@ class OpenAIHandler(GenerationHandler):
         self,
         server: ServerState,
         requests: Sequence[TokenizedGenerateReqInput],
-        response_format: ResponseFormat,
+        response_format: ResponseRenderer,
         options: OpenAIOptions,
         *,
         prompt_only: bool,
