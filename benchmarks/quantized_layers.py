@@ -37,12 +37,13 @@ from jax import Array, lax
 from step import read_kernel_times
 
 from routed_experts.layers.gpu.backends import gpu_kernels
+from routed_experts.layers.gpu.expert_tiles import MoeTiles, Tile, tiles_for
 from routed_experts.layers.gpu.linear import LinearTile, partial_sums, tile_for
-from routed_experts.layers.gpu.moe import MoeTiles, Tile, slot_outputs, tiles_for
+from routed_experts.layers.gpu.moe import slot_outputs
 from routed_experts.layers.gpu.packed_codes import RUNS
 from routed_experts.layers.gpu.scaled_rows import Rows
 from routed_experts.layers.gpu.warpgroups import find_warpgroups
-from routed_experts.layers.kernels import ExpertCounts, FusedSteps, NormedRows, RouterBiases, SlotOutputs, StreamNorm
+from routed_experts.layers.kernels import FusedSteps, NormedRows, RouterBiases, RoutingSize, SlotOutputs, StreamNorm
 from routed_experts.layers.linear import reference_linear
 from routed_experts.layers.moe import ExpertCall, tiled_experts
 from routed_experts.layers.norm import rms_norm
@@ -198,7 +199,7 @@ class Layers:
         mixed = self.product(normed.fastest, matrices.first, layer)[..., : self.sizes.heads]
         mixed = jnp.sum(mixed, axis=0).astype(x.dtype)
         parts, norm = self.product(mixed, matrices.out, layer), self.norm(x, layer, matrices.gate_up)
-        norm = dataclasses.replace(norm, experts=ExpertCounts(self.sizes.experts, self.sizes.top_k))
+        norm = dataclasses.replace(norm, experts=RoutingSize(self.sizes.experts, self.sizes.top_k))
         x, normed, logits = self.fused.add_parts(x, parts, None, norm, matrices.router)
         routing, _ = self.fused.route(logits, None, None, layer, self.spec, RouterBiases(layer=layer))
         call = expert_call(normed.plain, routing.ids, routing.weights, matrices, layer, self.sizes.experts)

@@ -15,13 +15,15 @@ import numpy as np
 from routed_experts.layers.attention import FusedQKV, PagedBatch, reference_attention, write_kv
 from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.attention_variants import reference_variant, write_latent
-from routed_experts.layers.gpu.attention import decode_attention, gpu_attention, verify_attention
+from routed_experts.layers.gpu.attention import gpu_attention
+from routed_experts.layers.gpu.expert_tiles import MoeTiles, Tile, choose_tiles
 from routed_experts.layers.gpu.kv_write import gpu_write
 from routed_experts.layers.gpu.linear import LinearTile, linear_in_place
-from routed_experts.layers.gpu.moe import MoeTiles, Tile, choose_tiles, slot_outputs
+from routed_experts.layers.gpu.moe import slot_outputs
 from routed_experts.layers.gpu.qk_norm_rope import prepare
 from routed_experts.layers.gpu.residual import add_parts, add_parts_and_multiply, add_slots
 from routed_experts.layers.gpu.router import route_rows
+from routed_experts.layers.gpu.split_attention import decode_attention, verify_attention
 from routed_experts.layers.kernels import RouterBiases, SharedExperts, SlotOutputs, StreamNorm
 from routed_experts.layers.kv_format import KV_CODES, KVScales, from_stored, to_stored
 from routed_experts.layers.linear import reference_linear

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from routed_experts.layers.gpu.moe import sort_slots
+from routed_experts.layers.gpu.slot_lists import sort_slots
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 

@@ -18,17 +18,17 @@ from jax import lax
 
 from routed_experts.core.errors import ConfigError
 from routed_experts.layers.gpu.backends import gpu_kernels
-from routed_experts.layers.gpu.linear import LinearTile, choose_codes_tile, linear_in_place, partial_sums
-from routed_experts.layers.gpu.moe import (
+from routed_experts.layers.gpu.expert_tiles import (
     CODE_TILES,
     E2M1_TILES,
     INT4_TILES,
     MoeTiles,
     Tile,
     choose_tiles,
-    slot_outputs,
     tiles_for,
 )
+from routed_experts.layers.gpu.linear import LinearTile, choose_codes_tile, linear_in_place, partial_sums
+from routed_experts.layers.gpu.moe import slot_outputs
 from routed_experts.layers.gpu.operands import MatrixKind, addressable_matrices
 from routed_experts.layers.gpu.scaled_rows import scale_rows
 from routed_experts.layers.gpu.sums import part_unit

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from routed_experts.layers.delta_rule import DeltaShape
-from routed_experts.layers.gpu.attention import EXTEND_STEPS, keys_of_step
 from routed_experts.layers.gpu.delta_rule import gpu_delta
+from routed_experts.layers.gpu.extend_attention import EXTEND_STEPS
+from routed_experts.layers.gpu.paged_keys import keys_of_step
 from routed_experts.layers.gpu.router import route_rows
 from routed_experts.layers.kv_format import KV_CODES
 from routed_experts.layers.routing import LayerRouting, RouterSpec, replay_topk

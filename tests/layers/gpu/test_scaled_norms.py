@@ -22,8 +22,9 @@ from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.programs import ProgramSpec, forward
 from routed_experts.layers.gpu.attention import gpu_attention_backend
 from routed_experts.layers.gpu.backends import gpu_kernels
+from routed_experts.layers.gpu.expert_tiles import CODE_TILES, choose_tiles, takes_scaled_rows, tiles_for
 from routed_experts.layers.gpu.linear import partial_sums
-from routed_experts.layers.gpu.moe import CODE_TILES, choose_tiles, slot_outputs, takes_scaled_rows, tiles_for
+from routed_experts.layers.gpu.moe import slot_outputs
 from routed_experts.layers.gpu.operands import MatrixKind
 from routed_experts.layers.gpu.residual import add_parts, add_slots, normed_rows
 from routed_experts.layers.gpu.scaled_rows import scale_rows

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from layers.gpu.test_gpu_codes import HALF, SUMS, numbers, random_halves, random_rows, random_weight, wide
-from routed_experts.layers.gpu.attention import decode_attention, verify_attention
 from routed_experts.layers.gpu.linear import LinearTile, partial_sums
 from routed_experts.layers.gpu.scaled_rows import scale_rows
+from routed_experts.layers.gpu.split_attention import decode_attention, verify_attention
 from routed_experts.layers.quantized import ScaledRows
 from support.gpu_cases import Sequences, attention_inputs
 

@@ -5,8 +5,9 @@ import functools
 from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.gpu.capability import converts_e4m3
+from routed_experts.layers.gpu.expert_tiles import tiles_for
 from routed_experts.layers.gpu.linear import LARGEST, linear_in_place, partial_sums
-from routed_experts.layers.gpu.moe import gpu_experts, slot_outputs, tiles_for
+from routed_experts.layers.gpu.moe import gpu_experts, slot_outputs
 from routed_experts.layers.gpu.operands import is_addressable
 from routed_experts.layers.gpu.packed_codes import RUNS
 from routed_experts.layers.gpu.residual import add_parts_and_multiply, add_slots, normed_rows

@@ -14,46 +14,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from routed_experts.layers.gpu.activations import activate
-from routed_experts.layers.gpu.blocks import combine_masks, load_or_zero, power_of_two, rounded, scaled_step
-from routed_experts.layers.gpu.expert_rows import load_experts
+from routed_experts.layers.gpu.blocks import combine_masks, load_or_zero, rounded, scaled_step
+from routed_experts.layers.gpu.expert_tiles import MoeTiles, Tile, tiles_for
 from routed_experts.layers.gpu.operands import Inputs, MatrixKind, check_weights, shared_kind
 from routed_experts.layers.gpu.scaled_rows import Rows, ScaledRows, rows_for_codes
-from routed_experts.layers.gpu.sums import FEWEST_ROWS, UNROLLED_STEPS, sum_products
+from routed_experts.layers.gpu.slot_lists import num_tiles, sort_slots
+from routed_experts.layers.gpu.sums import FEWEST_ROWS, sum_products
 from routed_experts.layers.gpu.warpgroup_experts import suits_warpgroups, warpgroup_experts
 from routed_experts.layers.gpu.warpgroups import Warpgroups
-from routed_experts.layers.kernels import RoutingSize, SharedExperts
+from routed_experts.layers.kernels import SharedExperts
 from routed_experts.layers.moe import ExpertCall, combine
 from routed_experts.layers.quantized import Weight
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
-    """Block sizes of one product: T rows, `out` columns, steps of `inner`; warps and stages of the Triton compiler. Up
-    to 4 rows are multiplied by codes without the tensor cores, and a step may then be all inputs."""
-
-    rows: int
-    out: int
-    inner: int
-    warps: int
-    stages: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MoeTiles:
-    """What both products use up to `rows` rows an expert, on average. `sorted_slots` False: a slot is a tile. `scaled`:
-    whether rows become float16 first, which codes are decoded to; where all matrices are codes."""
-
-    rows: float
-    gate_up: Tile
-    down: Tile
-    sorted_slots: bool = True
-    scaled: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,156 +51,6 @@ class KernelConfig:
     def shared_tiles(self) -> int:
         """Tiles of the shared experts, which come before all others."""
         return self.shared_chunks * pl.cdiv(self.num_rows, self.tile.rows)
-
-
-def _tile(rows: int, out: int, inner: int, warps: int, stages: int) -> Tile:
-    return Tile(rows=rows, out=out, inner=inner, warps=warps, stages=stages)
-
-
-FEW_SLOTS = 16  # up to so many, nothing is sorted
-FEW_CODED_SLOTS = 32  # the same of codes
-_MOST_UNSORTED_ROWS = 0.5  # and of codes of 4 bits up to so many rows an expert, on average
-_UNSORTED = MoeTiles(rows=0, gate_up=_tile(16, 64, 128, 4, 4), down=_tile(16, 64, 64, 4, 6), sorted_slots=False)
-# Measured best on an H200: 128 experts of 2048 x 768, top-8 (1 to 16384 tokens), 64 of 2048 x 1024, top-8, 32 of
-# 2880 x 2880, top-4, and 8 of 4096 x 14336, top-2 (64 and 256 tokens). Each tile of an expert's rows reads its weights.
-TILES = (
-    MoeTiles(rows=8, gate_up=_tile(16, 128, 64, 4, 3), down=_tile(16, 256, 64, 4, 3)),
-    MoeTiles(rows=20, gate_up=_tile(32, 128, 64, 4, 3), down=_tile(32, 256, 64, 4, 3)),
-    MoeTiles(rows=48, gate_up=_tile(64, 64, 64, 4, 3), down=_tile(64, 256, 64, 4, 3)),
-    MoeTiles(rows=256, gate_up=_tile(128, 64, 64, 4, 3), down=_tile(64, 256, 64, 4, 3)),
-    MoeTiles(rows=float("inf"), gate_up=_tile(128, 128, 64, 8, 3), down=_tile(128, 256, 64, 8, 3)),
-)
-# For codes. Measured on an H200 with 128 experts of 2048 x 768, top-8, for 8 to 256 tokens, and on an H100 for 1024 and
-# 4096. Rows are scaled before the product; blocks that scaled their own were no faster.
-CODE_TILES = (
-    MoeTiles(rows=0.5, gate_up=_tile(8, 64, 128, 4, 3), down=_tile(8, 64, 256, 4, 2), scaled=True),
-    MoeTiles(rows=5, gate_up=_tile(8, 64, 256, 4, 2), down=_tile(8, 64, 256, 4, 2), scaled=True),
-    MoeTiles(rows=10, gate_up=_tile(16, 64, 128, 2, 3), down=_tile(16, 64, 128, 2, 3), scaled=True),
-    MoeTiles(rows=20, gate_up=_tile(16, 64, 128, 2, 2), down=_tile(16, 64, 128, 2, 2), scaled=True),
-    MoeTiles(rows=96, gate_up=_tile(64, 64, 128, 4, 4), down=_tile(32, 64, 128, 2, 3), scaled=True),
-    MoeTiles(rows=float("inf"), gate_up=_tile(128, 64, 64, 8, 3), down=_tile(64, 128, 128, 4, 3), scaled=True),
-)
-# For codes of 4 bits, in groups of 32, whose steps are pairs of 32 inputs. Measured on an H200: int4 with 128 experts
-# of 2048 x 768, top-8, for 16 to 1024 tokens, e2m1 with 32 of 2880 x 2880, top-4, for 16 to 4096. Not measured: the
-# last row of int4, and the row of e2m1 for up to 40 rows with fewer than 32.
-INT4_TILES = (
-    MoeTiles(rows=5, gate_up=_tile(8, 128, 64, 4, 3), down=_tile(8, 64, 128, 2, 3), scaled=True),
-    MoeTiles(rows=20, gate_up=_tile(16, 64, 64, 2, 3), down=_tile(16, 64, 64, 2, 3), scaled=True),
-    MoeTiles(rows=256, gate_up=_tile(64, 64, 64, 4, 3), down=_tile(64, 128, 64, 4, 3), scaled=True),
-    MoeTiles(rows=float("inf"), gate_up=_tile(128, 64, 64, 4, 3), down=_tile(128, 64, 64, 4, 3), scaled=True),
-)
-# With many rows, codes are multiplied by their scales instead of sums, and rows are read as they are.
-E2M1_TILES = (
-    MoeTiles(rows=2, gate_up=_tile(8, 64, 64, 2, 3), down=_tile(8, 64, 192, 2, 2), scaled=True),
-    MoeTiles(rows=5, gate_up=_tile(8, 64, 64, 4, 3), down=_tile(8, 64, 192, 2, 3), scaled=True),
-    MoeTiles(rows=20, gate_up=_tile(16, 64, 64, 2, 3), down=_tile(16, 64, 192, 2, 3), scaled=True),
-    MoeTiles(rows=40, gate_up=_tile(64, 64, 64, 4, 3), down=_tile(64, 64, 64, 4, 3)),
-    MoeTiles(rows=float("inf"), gate_up=_tile(128, 64, 64, 4, 3), down=_tile(128, 64, 64, 4, 3)),
-)
-_TILES_AT_ONCE = 32  # that a program writes
-# Up to how many slots nothing is sorted, and the tiles of more
-_TABLES = {
-    MatrixKind.NUMBERS: (FEW_SLOTS, TILES),
-    MatrixKind.E4M3: (FEW_CODED_SLOTS, CODE_TILES),
-    MatrixKind.INT4: (FEW_CODED_SLOTS, INT4_TILES),
-    MatrixKind.E2M1: (FEW_CODED_SLOTS, E2M1_TILES),
-}
-# Of a slot's product with codes: the fewest inputs of a step, and the most by bits of a code. A block has as many steps
-# as are unrolled where they fit, and a thread 64 bytes of codes in its registers. Measured on an H200, for 1 to 8
-# tokens, with experts of 2048 x 768, 2048 x 1024, 4096 x 14336 and 7168 x 2048, and of 4 bits with 2048 x 768 and
-# 2880 x 2880. Inputs that are no whole steps are unrolled in any case: a loop with masks was slower.
-_LEAST_STEP, _MOST_STEP, _MOST_PACKED_STEP, _WARP_BYTES = 256, 512, 1024, 2048
-
-
-def _list_slots(
-    ids: Any,
-    valid: Any,
-    order: Any,
-    *tables: Any,
-    slots: int,
-    num_experts: int,
-    top_k: int,
-    chunk: int,
-    rows: list[int],
-) -> None:
-    """Program e: the slots that chose expert e, behind those of all lower experts, and its tiles."""
-    expert = pl.program_id(0)
-
-    chosen = functools.partial(load_experts, ids, valid, slots=slots, top_k=top_k, chunk=chunk)
-
-    def count(index: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        _, expert_ids = chosen(index)
-        is_slot = expert_ids >= 0
-        below, matches = sums
-        return below + jnp.sum((is_slot & (expert_ids < expert)).astype(jnp.int32)), matches + jnp.sum(
-            (expert_ids == expert).astype(jnp.int32)
-        )
-
-    steps = -(-slots // chunk)
-    zero = jnp.zeros((), jnp.int32)
-    start, total = lax.fori_loop(0, steps, count, (zero, zero))
-    for table, tile_rows in zip(tables, rows, strict=True):
-        _list_tiles(table, expert, start, total, slots=slots, num_experts=num_experts, rows=tile_rows)
-
-    def write(index: Array, offset: Array) -> Array:
-        slot_ids, expert_ids = chosen(index)
-        matches = (expert_ids == expert).astype(jnp.int32)
-        positions = offset + jnp.cumsum(matches) - matches
-        plgpu.store(order.at[jnp.where(matches > 0, positions, slots)], slot_ids, mask=matches > 0)
-        return offset + jnp.sum(matches)
-
-    lax.fori_loop(0, steps, write, start)
-
-
-def _list_tiles(
-    table: Any, expert: Array, start: Array, total: Array, *, slots: int, num_experts: int, rows: int
-) -> None:
-    """The tiles of an expert whose slots are `total` from `start` on. They need no counts of other experts: first tiles
-    are so far apart that there is room for the tiles of any counts. Tiles in between have no rows, nor has the rest
-    behind the last expert."""
-    num_tiles = table.shape[0]
-    if num_tiles == slots:
-        first, following = start, start + total
-    else:
-        first, following = start // rows + expert, (start + total) // rows + expert + 1
-    following = jnp.where(expert == num_experts - 1, num_tiles, following)
-
-    def write(index: Array, carry: None) -> None:
-        tile = first + index * _TILES_AT_ONCE + jnp.arange(_TILES_AT_ONCE)
-        position, is_own = start + (tile - first) * rows, tile < following
-        for column, numbers in enumerate((expert, position, jnp.maximum(start + total, position))):
-            plgpu.store(table.at[tile, column], jnp.broadcast_to(numbers, tile.shape), mask=is_own)
-
-    lax.fori_loop(0, pl.cdiv(following - first, _TILES_AT_ONCE), write, None)
-
-
-def _num_tiles(slots: int, num_experts: int, rows: int) -> int:
-    """Tiles of so many rows that so many slots have, at most."""
-    return min(slots, slots // rows + num_experts)
-
-
-def sort_slots(
-    ids: Int[Array, "N K"], valid: Bool[Array, " N"], *, num_experts: int, rows: list[int], interpret: bool
-) -> tuple[Int[Array, " NK"], list[Int[Array, "M 3"]]]:
-    """List the slots expert by expert; slots of padding rows are left out. And, for each of some tile sizes, the tiles:
-    the expert, where its first slot is in that list, and where the expert's last one ends, which is the same place for
-    a tile without rows."""
-    slots = ids.size
-    chunk = min(power_of_two(slots), 4096)
-    sizes = dict(slots=slots, num_experts=num_experts, top_k=ids.shape[1], chunk=chunk, rows=rows)
-    kernel = functools.partial(_list_slots, **sizes)
-    tables = [jax.ShapeDtypeStruct((_num_tiles(slots, num_experts, own), 3), jnp.int32) for own in rows]
-    shapes = (jax.ShapeDtypeStruct((slots,), jnp.int32), *tables)
-    call = pl.pallas_call(
-        kernel,
-        shapes,
-        grid=(num_experts,),
-        compiler_params=plgpu.CompilerParams(num_warps=8 if chunk >= 2048 else 4, num_stages=1),
-        interpret=interpret,
-        name="sort_slots",
-    )
-    order, *listed = call(ids.reshape(-1), valid)
-    return order, listed
 
 
 def _with_tile(refs: tuple[Any, ...], static: KernelConfig, body: Callable[[Array, Array, Array], None]) -> None:
@@ -368,59 +194,6 @@ def _down(*refs: Any, static: KernelConfig) -> None:
     _with_shared_tile(static, shared_body)
 
 
-def _slot_tile(inputs: int, column_sets: int, *, packed: bool) -> Tile:
-    """The tile of a slot's product with so many sets of columns of codes."""
-    unrolled = max(power_of_two(inputs) // UNROLLED_STEPS, _LEAST_STEP)
-    step = min(unrolled, _MOST_PACKED_STEP if packed else _MOST_STEP)
-    if inputs % step:
-        step = unrolled
-    columns = 16 if packed and column_sets == 1 and step >= _MOST_PACKED_STEP else 8
-    code_bytes = column_sets * columns * step // (2 if packed else 1)
-    return _tile(1, columns, step, max(code_bytes // _WARP_BYTES, 1), 1)
-
-
-def _sorts_slots(slots: int, num_experts: int, kind: MatrixKind) -> bool:
-    """Whether a tile has rows of one expert; else a slot is a tile."""
-    few, _ = _TABLES[kind]
-    return slots > (min(few, int(_MOST_UNSORTED_ROWS * num_experts)) if kind.is_packed else few)
-
-
-def _sorted_tiles(slots: int, num_experts: int, kind: MatrixKind) -> MoeTiles:
-    _, table = _TABLES[kind]
-    return next(tiles for tiles in table if slots <= tiles.rows * num_experts)
-
-
-def choose_tiles(slots: int, num_experts: int, dim: int, width: int, kind: MatrixKind = MatrixKind.NUMBERS) -> MoeTiles:
-    """The tiles for this many slots of so many experts of those sides, whose matrices are of that kind."""
-    if _sorts_slots(slots, num_experts, kind):
-        return _sorted_tiles(slots, num_experts, kind)
-    if kind is MatrixKind.NUMBERS:
-        return _UNSORTED
-    gate_up, down = (_slot_tile(*product, packed=kind.is_packed) for product in ((dim, 2), (width, 1)))
-    return MoeTiles(rows=0, gate_up=gate_up, down=down, sorted_slots=False)
-
-
-def takes_scaled_rows(num_rows: int, dtype: Any, weights: Weight | None, experts: RoutingSize | None = None) -> bool:
-    """Whether products of `num_rows` rows of that dtype with these matrices read scaled rows: on the tensor cores with
-    codes, and of `experts` where their tiles say so."""
-    if weights is None or num_rows == 1 or dtype != jnp.bfloat16:
-        return False
-    kind = shared_kind(weights)
-    if kind is MatrixKind.NUMBERS or experts is None:
-        return kind is not MatrixKind.NUMBERS
-    slots = num_rows * experts.top_k
-    if not _sorts_slots(slots, experts.num_experts, kind):
-        return False
-    return _sorted_tiles(slots, experts.num_experts, kind).scaled
-
-
-def tiles_for(call: ExpertCall, shared: SharedExperts | None = None) -> MoeTiles:
-    """The tiles for this call. Those of codes suit no numbers beside them: their blocks of few rows are too wide."""
-    matrices = [call.gate_up, call.down] + ([] if shared is None else [shared.gate_up, shared.down])
-    _, width, dim = call.down.shape
-    return choose_tiles(call.ids.size, call.num_experts, dim, width, shared_kind(*matrices))
-
-
 def slot_outputs(
     call: ExpertCall,
     tiles: MoeTiles,
@@ -473,11 +246,11 @@ def slot_outputs(
             shared_chunks=chunks,
             interpret=interpret,
         )
-        num_tiles = _num_tiles(slots, call.num_experts, tile.rows) if tiles.sorted_slots else slots
+        most = num_tiles(slots, call.num_experts, tile.rows) if tiles.sorted_slots else slots
         return pl.pallas_call(
             functools.partial(kernel, static=static),
             [jax.ShapeDtypeStruct(shape, call.x.dtype) for shape in shapes],
-            grid=(pl.cdiv(shapes[0][1], tile.out), static.shared_tiles + num_tiles),
+            grid=(pl.cdiv(shapes[0][1], tile.out), static.shared_tiles + most),
             compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
             interpret=interpret,
             name=name,

@@ -19,8 +19,8 @@ from jaxtyping import Array, Float
 
 from routed_experts.layers.gpu.activations import sigmoid
 from routed_experts.layers.gpu.blocks import combine_masks, load_or_zero, power_of_two, rounded
+from routed_experts.layers.gpu.expert_tiles import takes_scaled_rows
 from routed_experts.layers.gpu.linear import LinearTile, choose_tile, partial_sums
-from routed_experts.layers.gpu.moe import takes_scaled_rows
 from routed_experts.layers.gpu.scaled_rows import scale_rows, scaled_shape, to_float16
 from routed_experts.layers.kernels import NormedRows, SlotOutputs, StreamNorm
 from routed_experts.layers.quantized import Weight
