@@ -54,3 +54,27 @@ def test_an_engine_that_has_died_leaves_no_other_held(monkeypatch, method):
     with pytest.raises(module.ReplicaLostError):
         getattr(module.EngineGroup([living, dead]), method)("new")
     assert not living.held and living.label == "old"
+
+
+def test_an_engine_that_does_not_end_is_killed_after_a_time(monkeypatch):
+    waits, killed, silent = [], [], object()
+
+    class SilentRay(LocalRay):
+        def get(self, calls, timeout=None):
+            assert silent not in calls or timeout is not None, "it waits without bound"
+            return []
+
+        def wait(self, calls, *, num_returns, timeout):
+            waits.append((len(calls), num_returns, timeout))
+            return [call for call in calls if call is not silent], [silent]
+
+        def kill(self, actor):
+            killed.append(actor)
+
+    monkeypatch.setattr(module, "import_ray", lambda name="ray": SilentRay.exceptions if "." in name else SilentRay())
+    actors = [types.SimpleNamespace(shutdown=Method(lambda result=result: result)) for result in (None, silent)]
+    group = module.EngineGroup(actors)
+    group.shutdown()
+    assert waits == [(2, 2, module.SHUTDOWN_S)] and killed == actors
+    group.shutdown()
+    assert len(waits) == 1 and len(killed) == 2, "idempotent"

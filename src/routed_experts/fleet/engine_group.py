@@ -22,7 +22,11 @@ from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.formats.wire import PAYLOAD_KEY, WEIGHTS_KEY
 from routed_experts.server.limits import ServerSettings
 
-_THREADS = 16  # calls of one engine at once: a pause must reach it while it generates
+# Calls of one engine at once. Those that wait for tokens have threads of their own: a pause or a push lets them wait,
+# and the call that ends it must get a thread meanwhile.
+_GENERATION, _GENERATION_THREADS = "generation", 16
+_CONTROL_THREADS = 8
+SHUTDOWN_S = 20.0  # in which an engine ends by itself; then it is killed
 _T = TypeVar("_T")
 
 
@@ -268,8 +272,11 @@ class EngineGroup:
         return self._all("stats")
 
     def shutdown(self) -> None:
-        """End all engines, and the placement group if it was made here. Idempotent."""
-        self._outcomes("shutdown")
+        """End all engines, and the placement group if it was made here. An engine that has not ended within SHUTDOWN_S
+        is killed. Idempotent."""
+        calls = [actor.shutdown.remote() for actor in self.actors]
+        if calls:
+            self._ray.wait(calls, num_returns=len(calls), timeout=SHUTDOWN_S)
         for actor in self.actors:
             self._ray.kill(actor)
         self.actors = []
@@ -319,15 +326,22 @@ def _start(
     strategy = strategies.PlacementGroupSchedulingStrategy(
         placement_group=placement_group, placement_group_bundle_index=indices[0]
     )
-    actor = ray.remote(EngineActor).options(
+    actor = _remote_class(ray).options(
         num_cpus=num_cpus,
         num_gpus=num_gpus,
         resources=taken,
         scheduling_strategy=strategy,
-        max_concurrency=_THREADS,
+        max_concurrency=_CONTROL_THREADS,
         max_restarts=0,
     )
     return actor.remote(spec, list(indices[1:]))
+
+
+def _remote_class(ray: Any) -> Any:
+    """EngineActor as Ray makes it: `generate` and `score` run in threads that no other call takes."""
+    for method in (EngineActor.generate, EngineActor.score):
+        ray.method(concurrency_group=_GENERATION)(method)
+    return ray.remote(concurrency_groups={_GENERATION: _GENERATION_THREADS})(EngineActor)
 
 
 def _check_bundles(placement_group: Any, indices: Sequence[int] | None, number: int) -> list[int]:
