@@ -120,7 +120,16 @@ def check_release_with_many_waiting(group, folder):
     callers.stop()
 
 
+def check_samples_without_a_seed_differ(group, folder):
+    sampling = {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": 12}
+    samples = [result["output_ids"] for result in within(lambda: group.generate([[5, 6, 7, 8]] * 16, sampling))]
+    assert len(set(map(tuple, samples))) == 16, samples
+    seeded = within(lambda: group.generate([[5, 6, 7, 8]] * 16, {**sampling, "seed": 3}))
+    assert len({tuple(result["output_ids"]) for result in seeded}) == 1
+
+
 CHECKS = {
+    "samples": check_samples_without_a_seed_differ,
     "push": check_push_under_load,
     "pause": check_pause_with_many_waiting,
     "release": check_release_with_many_waiting,

@@ -15,7 +15,7 @@ from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.core.weight_version import to_label
 from routed_experts.fleet.follower_actor import start_followers
-from routed_experts.fleet.ray_runtime import import_ray
+from routed_experts.fleet.ray_runtime import actor_id, import_ray
 from routed_experts.fleet.settings import FleetSettings
 from routed_experts.fleet.spec import ReplicaSpec, group_template, host_bundle
 from routed_experts.formats.meta_info import record_from_meta_info
@@ -42,7 +42,13 @@ class EngineActor:
         if follower_bundles:
             group = import_ray("ray.util").get_current_placement_group()
             dist, self._followers = start_followers(spec, placement_group=group, bundle_indices=follower_bundles)
-        self._engine = Engine(**dataclasses.asdict(spec.args), **spec.parts, experts=spec.experts, dist=dist)
+        self._engine = Engine(
+            **dataclasses.asdict(spec.args),
+            **spec.parts,
+            experts=spec.experts,
+            dist=dist,
+            seed_stream=actor_id(),
+        )
 
     def ready(self) -> dict[str, object]:
         """Wait until the engine is ready; returns its stats."""

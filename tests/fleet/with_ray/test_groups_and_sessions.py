@@ -125,6 +125,10 @@ def test_calls_of_an_engine_group_that_wait_take_no_thread_of_the_call_that_ends
     assert run_driver("support.engine_group_calls", cluster, folders, checks=checks) == checks
 
 
+def test_samples_without_a_seed_differ_between_the_engines_of_a_group(cluster, folders):
+    assert run_driver("support.engine_group_calls", cluster, folders, checks=["samples"]) == ["samples"]
+
+
 def test_followers_run_and_the_session_stays_on_one_replica(fleet, admin):
     assert fleet.proxy == "Python proxy"
     assert len(actors(FOLLOWER, fleet.root_pid)) == 2 and len(actors(REPLICA, fleet.root_pid)) == 2
