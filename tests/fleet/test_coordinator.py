@@ -9,7 +9,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from routed_experts.core.errors import WeightsMismatchError
+from routed_experts.core.errors import InvalidRequestError, WeightsMismatchError
 from routed_experts.core.weight_version import WeightVersion
 from routed_experts.fleet import coordinator as module
 from routed_experts.fleet.fleet_routes import FleetRoutes
@@ -206,6 +206,64 @@ def test_a_replica_that_joins_during_a_pause_is_paused():
         go.set()
         await pausing
         assert late.engine.paused == "retract"
+
+    in_fleet(test)
+
+
+def test_a_pause_that_is_refused_is_not_taken_over():
+    async def test(world, client, links):
+        async def refuse(mode):
+            raise InvalidRequestError("no", param="mode")
+
+        async def late_pause():
+            late = SimulatedMember(world, "")
+            links[len(links)] = await join(client, late)
+            return late.engine.paused
+
+        routes = FleetRoutes(links["r0"], 5.0)
+        with pytest.raises(InvalidRequestError, match="mode='nap' is unknown; choose one of wait, retract"):
+            await routes._pause(None, "nap")
+        assert await late_pause() is None
+        await routes._pause(None, "in_place")
+        for link in links.values():
+            link._operations = {**link._operations, "pause": refuse}
+        with pytest.raises(ApiError, match="no"):
+            await routes._pause(None, "retract")
+        assert await late_pause() == "in_place", "what was before"
+        with pytest.raises(ApiError) as caught:
+            await routes._pause(None, "retract")
+        assert caught.value.code == "replicas_disagree" and await late_pause() == "retract", "one has paused"
+
+    in_fleet(test)
+
+
+def test_a_pause_that_is_late_on_all_replicas_is_taken_over():
+    async def test(world, client, links):
+        async def silent(mode):
+            await asyncio.Event().wait()
+
+        for link in links.values():
+            link._operations = {**link._operations, "pause": silent}
+        assert {answer.refusal.code for answer in (await client.call("pause", "wait", 0.02, timeout_s=5)).values()} == {
+            "replica_timeout"
+        }
+        late = SimulatedMember(world, "")
+        links["late"] = await join(client, late)
+        assert late.engine.paused == "wait"
+
+    in_fleet(test)
+
+
+def test_a_replica_that_refuses_the_pause_of_the_fleet_starts_nevertheless(caplog):
+    async def test(world, client, links):
+        async def refuse(mode):
+            raise InvalidRequestError("mode='nap' is unknown", param="mode")
+
+        await client.call("set_pause", "nap", timeout_s=5)
+        late = SimulatedMember(world, "")
+        late.operations = lambda: {**SimulatedMember.operations(late), "pause": refuse}
+        links["late"] = await join(client, late)
+        assert late.tag == "r2" and "replica r2 does not take the pause 'nap' of the fleet over" in caplog.text
 
     in_fleet(test)
 

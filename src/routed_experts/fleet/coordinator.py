@@ -31,6 +31,7 @@ POLL_S = 10.0  # a poll without a task ends after it
 PROBE_INTERVAL_S = 0.5
 REJOIN_S = 10.0  # in which the members of a coordinator that was restarted come back
 HEALTH_S = 1.0
+TIMED_OUT = "replica_timeout"  # the code of an answer that has not come
 ABANDONED_S = 600.0  # without a replica, after which the coordinator ends
 logger = logging.getLogger(__name__)
 
@@ -232,6 +233,19 @@ class Coordinator:
         """Note what is released now on any replica; where all refuse, that is what was before."""
         values = [answer.value for answer in answers.values() if answer.refusal is None]
         self._released = tuple(sorted({tag for value in values for tag in value})) if values else former
+
+    async def pause(self, mode: str, timeout_s: float) -> dict[str, Answer] | Refusal:
+        """Pause all replicas, also those that start until the pause ends. Where all refuse, the pause is what it was
+        before; a replica that does not answer in time may pause yet."""
+        former = self._pause
+        if (refusal := await self.set_pause(mode)) is not None:  # before: a replica that joins meanwhile is not asked
+            return refusal
+        answers = await self._ask_all(self._started(), "pause", timeout_s, {"mode": mode})
+        refusals = [answer.refusal for answer in answers.values() if answer.refusal is not None]
+        has_refused = len(refusals) == len(answers) > 0 and all(refusal.code != TIMED_OUT for refusal in refusals)
+        if has_refused and self._pause == mode:
+            self._pause = former
+        return answers
 
     async def set_pause(self, pause: str | None) -> Refusal | None:
         """Note the pause of the fleet, which replicas that start later take over. Refused while the replicas, which
@@ -498,7 +512,7 @@ class Coordinator:
                 return None
             except TimeoutError:
                 text = f"it has not done {operation} within {timeout_s:g} s"
-                return Answer(refusal=Refusal(status=504, code="replica_timeout", message=text))
+                return Answer(refusal=Refusal(status=504, code=TIMED_OUT, message=text))
 
         answers = await asyncio.gather(*map(one, members))
         found = zip(members, answers, strict=True)

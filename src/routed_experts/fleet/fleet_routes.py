@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from routed_experts.core.errors import InvalidRequestError, field_names
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.core.weight_version import WeightVersion
+from routed_experts.engine.control.admission_control import parse_pause_mode
 from routed_experts.engine.control.memory_control import MEMORY_TAGS
 from routed_experts.fleet.link import Link
 from routed_experts.fleet.messages import Answer, CoordinatorLost, FleetStatus, Refusal, RouteAnswer, RouteCall
@@ -375,9 +376,10 @@ class FleetRoutes:
         raise unknown
 
     async def _pause(self, server: ServerState, mode: str) -> None:
+        parse_pause_mode(mode)
         timeout_s = server.settings.request_timeout if mode == "wait" else ASK_S
-        await self._set_pause(mode)  # before: a replica that joins meanwhile is not asked
-        _values(await self._ask_all("pause", timeout_s=timeout_s, mode=mode))
+        answers: dict[str, Answer] | Refusal = await self._call("pause", mode, timeout_s, timeout_s=timeout_s + ASK_S)
+        _values(_checked(answers))
 
     async def _set_pause(self, mode: str | None) -> None:
         refusal: Refusal | None = await self._call("set_pause", mode)

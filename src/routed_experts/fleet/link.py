@@ -60,13 +60,18 @@ class Link:
 
     async def take_over(self, load: Callable[[str | None, WeightVersion], Awaitable[None]], timeout_s: float) -> Joined:
         """Join as a new replica and take over what the fleet has: its weights, by `load`, its pause and its released
-        memory. Raises CoordinatorLost, and what the replica refuses."""
+        memory. Raises CoordinatorLost, and what the replica refuses, but for a pause: the replica serves without it."""
         joined = await self.join(timeout_s)
         if joined.version.update_count != (await self._report()).version.update_count:
             await load(joined.model_path, joined.version)
             joined = await self.call("synced", joined.tag)
         if joined.pause is not None:
-            await self._operations["pause"](mode=joined.pause)
+            try:
+                await self._operations["pause"](mode=joined.pause)
+            except RoutedExpertsError as error:
+                logger.error(
+                    "replica %s does not take the pause %r of the fleet over: %s", self.tag, joined.pause, error
+                )
         if joined.released:
             await self._operations["release_memory"](tags=list(joined.released), running="retract")
         return joined
