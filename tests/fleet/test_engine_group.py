@@ -4,6 +4,17 @@ import types
 
 import pytest
 
+from routed_experts.core.errors import (
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    PeerLostError,
+    QueueFullError,
+    ReplicaLostError,
+    RoutingIncompleteError,
+    WeightsMismatchError,
+    WriteError,
+)
 from routed_experts.fleet import engine_group as module
 
 
@@ -12,7 +23,11 @@ class RayActorError(Exception):
 
 
 class RayTaskError(Exception):
-    pass
+    """As Ray's: the text has the traceback of the other process, in colours."""
+
+    def __init__(self, cause):
+        super().__init__(f"\x1b[36mray::EngineActor()\x1b[39m\nTraceback: {cause!r}")
+        self.cause = cause
 
 
 class Method:
@@ -44,6 +59,59 @@ class LocalRay:
             if isinstance(call, Exception):
                 raise call
         return list(calls)
+
+
+@pytest.fixture
+def local_ray(monkeypatch):
+    ray = LocalRay()
+    monkeypatch.setattr(module, "import_ray", lambda name="ray": ray.exceptions if name == "ray.exceptions" else ray)
+    return ray
+
+
+class RefusingActor:
+    """An engine whose `prepare_weights` has this outcome."""
+
+    def __init__(self, outcome=None):
+        self.num_drops = 0
+        self.prepare_weights = Method(lambda path, version: outcome)
+        self.drop_weights = Method(self._drop)
+        self.stats = Method(lambda: outcome)
+
+    def _drop(self):
+        self.num_drops += 1
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [PeerLostError("process 1 has ended"), EngineDeadError("the engine has ended"), ReplicaLostError("it has ended")],
+)
+def test_an_engine_that_has_ended_is_a_lost_one(local_ray, cause):
+    group = module.EngineGroup([RefusingActor(), RefusingActor(RayTaskError(cause))])
+    for call in (group.stats, lambda: group.prepare_weights("new")):
+        with pytest.raises(ReplicaLostError) as caught:
+            call()
+        assert str(cause) in str(caught.value) and "create the group again" in str(caught.value)
+        assert "\x1b" not in str(caught.value) and caught.value.code == "replica_lost"
+
+
+@pytest.mark.parametrize(
+    "cause", [QueueFullError("full"), RoutingIncompleteError("no row"), ConfigError("no"), InvalidRequestError("no")]
+)
+def test_an_error_of_ours_is_raised_as_itself(local_ray, cause):
+    with pytest.raises(type(cause)) as caught:
+        module.EngineGroup([RefusingActor(RayTaskError(cause))]).stats()
+    assert caught.value is cause
+
+
+def test_the_message_of_weights_that_are_refused_has_no_traceback(local_ray):
+    actors = [RefusingActor(RayTaskError(WriteError("the disk is full"))), RefusingActor()]
+    with pytest.raises(WeightsMismatchError) as caught:
+        module.EngineGroup(actors).prepare_weights("new")
+    assert str(caught.value) == "engine 0: the disk is full; the old weights serve on in all engines"
+    actors[0] = RefusingActor(RayTaskError(RuntimeError("not ours")))
+    with pytest.raises(RayTaskError, match="not ours"):
+        module.EngineGroup(actors).prepare_weights("new")
+    assert actors[1].num_drops == 2
 
 
 @pytest.mark.parametrize("method", ["commit_weights", "update_weight_version"])

@@ -1,17 +1,21 @@
 """Calls of an EngineGroup in a Ray of its caller, for tests: what many threads, and what a lost process, may cost.
 
 It prints {"passed": [names]}. `python -m support.engine_group_calls SPEC`, SPEC a JSON object with the address of a
-Ray, the folder of weights, and `checks`: names of functions below. Those of FOLLOWED get an engine of two processes."""
+Ray and its process, the folder of weights, and `checks`: names of functions below. Those of FOLLOWED get an engine of
+two processes."""
 
 import json
+import os
+import signal
 import sys
 import threading
 
 import ray
 
-from routed_experts import ServerArgs
+from routed_experts import ReplicaLostError, ServerArgs
 from routed_experts.fleet.engine_group import EngineGroup, processes
-from support.engine_group_driver import GREEDY, SIZES
+from support.engine_group_driver import GREEDY, SIZES, raised
+from support.fleet_process import FOLLOWER, actors
 
 LIMIT_S = 40.0  # of a call that must come back
 NUM_CALLERS = 24  # more than an engine has threads for calls that generate
@@ -33,7 +37,7 @@ def main(spec):
         args = ServerArgs(model_path=f"{folder}/w0", tp_size=2, **SIZES)
         group = EngineGroup.create(args, processes(2, watchdog_timeout=8.0), resources={"CPU": 1})
         try:
-            FOLLOWED[name](group, folder)
+            FOLLOWED[name](group, folder, spec["pid"])
         finally:
             group.shutdown()
     print(json.dumps({"passed": spec["checks"]}), flush=True)
@@ -134,7 +138,19 @@ CHECKS = {
     "pause": check_pause_with_many_waiting,
     "release": check_release_with_many_waiting,
 }
-FOLLOWED = {}
+
+
+def check_the_death_of_a_follower(group, folder, ray_pid):
+    assert len(within(lambda: group.generate([[5, 6, 7]], GREEDY))) == 1
+    (follower,) = actors(FOLLOWER, ray_pid)
+    os.kill(follower, signal.SIGKILL)
+    calls = [lambda: group.generate([[5, 6, 7]], GREEDY), lambda: group.prepare_weights(f"{folder}/w1")]
+    for call in calls * 2:
+        error = raised(ReplicaLostError, lambda call=call: within(call))
+        assert error.code == "replica_lost" and "\x1b" not in str(error), str(error)
+
+
+FOLLOWED = {"follower": check_the_death_of_a_follower}
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))

@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from routed_experts.core.dist_config import DistConfig
-from routed_experts.core.errors import ConfigError, InvalidRequestError, ReplicaLostError, WeightsMismatchError
+from routed_experts.core.errors import (
+    ConfigError,
+    EngineDeadError,
+    ReplicaLostError,
+    RoutedExpertsError,
+    WeightsMismatchError,
+)
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.core.weight_version import to_label
@@ -138,7 +144,7 @@ class EngineActor:
 
 class EngineGroup:
     """Several engines, one actor each: `actors`. Its methods call all of them and raise what one raises;
-    ReplicaLostError for one that has died."""
+    ReplicaLostError for one that has ended, by itself or with one of its processes."""
 
     def __init__(self, actors: Sequence[Any], *, owned_placement_group: Any = None) -> None:
         self.actors = list(actors)
@@ -232,7 +238,7 @@ class EngineGroup:
         refused = [f"engine {index}: {outcome}" for index, outcome in outcomes.items() if outcome is not None]
         if refused:
             self._outcomes("drop_weights")
-            self._raise_lost(outcomes)
+            self._raise_failed(outcomes)
             raise WeightsMismatchError(f"{'; '.join(refused)}; the old weights serve on in all engines", param="path")
 
     def commit_weights(self, version: str | int | None = None, *, cache: str = "flush") -> None:
@@ -294,7 +300,8 @@ class EngineGroup:
         return self._get([getattr(actor, method).remote(*arguments) for actor in self.actors])
 
     def _get(self, calls: Sequence[Any]) -> list[Any]:
-        """The results of calls. Raises ReplicaLostError, or what a call raised."""
+        """The results of calls. Raises ReplicaLostError for an engine that has ended, or the error that a call
+        raised."""
         return _translated(lambda: self._ray.get(list(calls)))
 
     def _outcomes(self, method: str, *arguments: Any) -> dict[int, Exception | None]:
@@ -310,10 +317,12 @@ class EngineGroup:
         return outcomes
 
     @staticmethod
-    def _raise_lost(outcomes: Mapping[int, Exception | None]) -> None:
-        lost = next((error for error in outcomes.values() if isinstance(error, ReplicaLostError)), None)
-        if lost is not None:
-            raise lost
+    def _raise_failed(outcomes: Mapping[int, Exception | None]) -> None:
+        """Raise the error of an engine that has ended, or one that is no refusal."""
+        errors = [error for error in outcomes.values() if error is not None]
+        lost = [error for error in errors if isinstance(error, ReplicaLostError)]
+        for error in (*lost, *(error for error in errors if not isinstance(error, RoutedExpertsError))):
+            raise error
 
 
 def processes(nnodes: int, **timeouts: float) -> DistConfig:
@@ -372,13 +381,19 @@ def _translated(get: Callable[[], list[Any]]) -> list[Any]:
     try:
         return get()
     except exceptions.RayActorError as error:
-        text = f"an engine of the group has ended ({' '.join(str(error).split())[:200]})"
-        raise ReplicaLostError(f"{text}; create the group again") from error
+        raise _lost(error) from error
     except exceptions.RayTaskError as error:
         cause: Any = error.cause
-        if isinstance(cause, InvalidRequestError | ConfigError):
+        if isinstance(cause, EngineDeadError):
+            raise _lost(cause) from error
+        if isinstance(cause, RoutedExpertsError):
             raise cause from error
         raise
+
+
+def _lost(error: Exception) -> ReplicaLostError:
+    text = f"an engine of the group has ended ({' '.join(str(error).split())[:200]})"
+    return ReplicaLostError(f"{text}; create the group again")
 
 
 def _with_arrays(result: dict[str, Any]) -> dict[str, Any]:

@@ -104,8 +104,9 @@ def test_a_cluster_that_is_not_there_is_one_sentence(folders):
 
 def run_driver(module, cluster, folders, **more):
     """A driver of its own, as a framework has one; what it passed."""
+    spec = {"address": cluster[0], "pid": cluster[1], "folders": str(folders), **more}
     done = subprocess.run(
-        [sys.executable, "-m", module, json.dumps({"address": cluster[0], "folders": str(folders), **more})],
+        [sys.executable, "-m", module, json.dumps(spec)],
         env=environment(),
         capture_output=True,
         text=True,
@@ -127,6 +128,10 @@ def test_calls_of_an_engine_group_that_wait_take_no_thread_of_the_call_that_ends
 
 def test_samples_without_a_seed_differ_between_the_engines_of_a_group(cluster, folders):
     assert run_driver("support.engine_group_calls", cluster, folders, checks=["samples"]) == ["samples"]
+
+
+def test_an_engine_of_a_group_whose_follower_has_died_is_a_lost_one(cluster, folders):
+    assert run_driver("support.engine_group_calls", cluster, folders, checks=["follower"]) == ["follower"]
 
 
 def test_followers_run_and_the_session_stays_on_one_replica(fleet, admin):
