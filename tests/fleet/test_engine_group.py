@@ -12,6 +12,7 @@ from routed_experts.core.errors import (
     QueueFullError,
     ReplicaLostError,
     RoutingIncompleteError,
+    UpdateInProgressError,
     WeightsMismatchError,
     WriteError,
 )
@@ -112,6 +113,20 @@ def test_the_message_of_weights_that_are_refused_has_no_traceback(local_ray):
     with pytest.raises(RayTaskError, match="not ours"):
         module.EngineGroup(actors).prepare_weights("new")
     assert actors[1].num_drops == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UpdateInProgressError("another update"),
+        InvalidRequestError("prepared", param="version", code="weights_prepared"),
+    ],
+)
+def test_a_call_that_finds_prepared_weights_drops_its_own_alone(local_ray, error):
+    actors = [RefusingActor(), RefusingActor(RayTaskError(error)), RefusingActor(RayTaskError(error))]
+    with pytest.raises(type(error)) as caught:
+        module.EngineGroup(actors).prepare_weights("new")
+    assert caught.value is error and [actor.num_drops for actor in actors] == [1, 0, 0]
 
 
 @pytest.mark.parametrize("method", ["commit_weights", "update_weight_version"])

@@ -12,7 +12,7 @@ import threading
 
 import ray
 
-from routed_experts import ReplicaLostError, ServerArgs
+from routed_experts import InvalidRequestError, ReplicaLostError, ServerArgs
 from routed_experts.fleet.engine_group import EngineGroup, processes
 from support.engine_group_driver import GREEDY, SIZES, raised
 from support.fleet_process import FOLLOWER, actors
@@ -132,7 +132,17 @@ def check_samples_without_a_seed_differ(group, folder):
     assert len({tuple(result["output_ids"]) for result in seeded}) == 1
 
 
+def check_a_second_preparation_costs_the_first_nothing(group, folder):
+    within(lambda: group.prepare_weights(f"{folder}/w1", version="a"))
+    error = raised(InvalidRequestError, lambda: within(lambda: group.prepare_weights(f"{folder}/w2", version="b")))
+    assert error.code == "weights_prepared" and "'a' are prepared" in str(error)
+    assert [stats["prepared_version"] for stats in group.stats()] == ["a", "a"]
+    within(group.drop_weights)
+    assert [stats["prepared_version"] for stats in group.stats()] == [None, None]
+
+
 CHECKS = {
+    "prepared": check_a_second_preparation_costs_the_first_nothing,
     "samples": check_samples_without_a_seed_differ,
     "push": check_push_under_load,
     "pause": check_pause_with_many_waiting,

@@ -32,6 +32,7 @@ from routed_experts.server.limits import ServerSettings
 # and the call that ends it must get a thread meanwhile.
 _GENERATION, _GENERATION_THREADS = "generation", 16
 _CONTROL_THREADS = 8
+_OTHER_UPDATE = ("weights_prepared", "update_in_progress")  # codes of an engine that another call has prepared
 SHUTDOWN_S = 20.0  # in which an engine ends by itself; then it is killed
 _T = TypeVar("_T")
 
@@ -232,14 +233,20 @@ class EngineGroup:
     def prepare_weights(self, path: str | Path, *, version: str | int | None = None) -> None:
         """Load and check a checkpoint on all engines beside what they serve. `version` is its label; None keeps the
         served one. Raises InvalidRequestError for a label that is none, and WeightsMismatchError naming engines that
-        refuse; then nothing is prepared on any."""
+        refuse; then nothing is prepared on any. Raises InvalidRequestError (`weights_prepared`) or
+        UpdateInProgressError where another call has prepared weights, or does; what that call prepares stays."""
         version = None if version is None else to_label(version, param="version")
         outcomes = self._outcomes("prepare_weights", str(path), version)
-        refused = [f"engine {index}: {outcome}" for index, outcome in outcomes.items() if outcome is not None]
-        if refused:
-            self._outcomes("drop_weights")
-            self._raise_failed(outcomes)
-            raise WeightsMismatchError(f"{'; '.join(refused)}; the old weights serve on in all engines", param="path")
+        refused = {index: outcome for index, outcome in outcomes.items() if outcome is not None}
+        if not refused:
+            return
+        self._outcomes("drop_weights", indices=[index for index, outcome in outcomes.items() if outcome is None])
+        self._raise_failed(outcomes)
+        for error in refused.values():
+            if isinstance(error, RoutedExpertsError) and error.code in _OTHER_UPDATE:
+                raise error
+        lines = "; ".join(f"engine {index}: {error}" for index, error in refused.items())
+        raise WeightsMismatchError(f"{lines}; the old weights serve on in all engines", param="path")
 
     def commit_weights(self, version: str | int | None = None, *, cache: str = "flush") -> None:
         """Swap to the prepared weights on all engines; no request starts with old weights after one has started with
@@ -304,11 +311,14 @@ class EngineGroup:
         raised."""
         return _translated(lambda: self._ray.get(list(calls)))
 
-    def _outcomes(self, method: str, *arguments: Any) -> dict[int, Exception | None]:
-        """What a call of each engine raised, by its index."""
-        calls = [getattr(actor, method).remote(*arguments) for actor in self.actors]
+    def _outcomes(
+        self, method: str, *arguments: Any, indices: Sequence[int] | None = None
+    ) -> dict[int, Exception | None]:
+        """What a call of each engine, or of these, raised, by its index."""
+        chosen = range(len(self.actors)) if indices is None else indices
+        calls = {index: getattr(self.actors[index], method).remote(*arguments) for index in chosen}
         outcomes: dict[int, Exception | None] = {}
-        for index, call in enumerate(calls):
+        for index, call in calls.items():
             try:
                 self._get([call])
                 outcomes[index] = None

@@ -126,8 +126,9 @@ def test_calls_of_an_engine_group_that_wait_take_no_thread_of_the_call_that_ends
     assert run_driver("support.engine_group_calls", cluster, folders, checks=checks) == checks
 
 
-def test_samples_without_a_seed_differ_between_the_engines_of_a_group(cluster, folders):
-    assert run_driver("support.engine_group_calls", cluster, folders, checks=["samples"]) == ["samples"]
+def test_engines_of_a_group_draw_samples_of_their_own_and_keep_what_is_prepared(cluster, folders):
+    checks = ["samples", "prepared"]
+    assert run_driver("support.engine_group_calls", cluster, folders, checks=checks) == checks
 
 
 def test_an_engine_of_a_group_whose_follower_has_died_is_a_lost_one(cluster, folders):
