@@ -397,6 +397,31 @@ def test_a_flush_during_an_update_is_refused_at_once():
     in_fleet(test)
 
 
+def test_an_update_waits_for_a_flush_and_a_second_one_is_refused():
+    async def test(world, client, links):
+        go, asked = asyncio.Event(), asyncio.Event()
+
+        async def flush(drafts):
+            asked.set()
+            await go.wait()
+            return 0
+
+        for link in links.values():
+            link._operations = {**link._operations, "flush": flush}
+        flushing = asyncio.create_task(links["r0"].call("flush", drafts=False))
+        await asked.wait()
+        update = asyncio.create_task(links["r1"].call("update", "a", "one", "flush"))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not update.done()
+        refusals = [await links["r1"].call("update", "b", None, "flush"), await links["r1"].call("flush", drafts=False)]
+        assert [refusal.code for refusal in refusals] == ["update_in_progress"] * 2, "updates are not queued"
+        go.set()
+        assert set(await flushing) == {"r0", "r1"} and await update == version(1, "one")
+
+    in_fleet(test)
+
+
 def test_a_replica_that_does_not_answer_a_flush_is_not_called_busy(monkeypatch):
     monkeypatch.setattr(module.two_phase, "HOLD_S", 0.05)
 

@@ -5,12 +5,13 @@ Ray restarts it when it dies; the replicas join again and tell what they serve, 
 before anything else. Event loop only."""
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from routed_experts.core.error_text import short_repr
@@ -123,10 +124,10 @@ class Coordinator:
         self._path: str | None = None
         self._pause: str | None = None
         self._released: tuple[str, ...] = ()  # tags of device memory
-        self._is_updating = False
+        self._num_updates = 0  # one at a time, and one that heals a member; also while a flush or a join ends before
         self._deaths = 0
         self._failure: tuple[Refusal, bool] | None = None
-        self._lock = asyncio.Lock()  # one update at a time, and no replica joins during one
+        self._lock = asyncio.Lock()  # of an update, a flush and a join: one at a time
         self._syncing: set[str] = set()  # tags of replicas that load the version of the fleet
         self._all_back = asyncio.Event()
         self._recovery: asyncio.Task[None] | None = None
@@ -262,15 +263,21 @@ class Coordinator:
         Returns their version, of the next count; `label` None keeps the present one."""
         if (refusal := self._unavailable()) is not None:
             return refusal
-        if self._lock.locked():
+        if self._num_updates:
             text = "another update of the fleet's weights is under way; try again when it has ended"
             return Refusal(status=409, code="update_in_progress", message=text)
-        async with self._lock:
-            self._is_updating = True
-            try:
-                return await self._update(model_path, label, cache, abort_first=abort_first)
-            finally:
-                self._is_updating = False
+        async with self._updating():
+            return await self._update(model_path, label, cache, abort_first=abort_first)
+
+    @contextlib.asynccontextmanager
+    async def _updating(self) -> AsyncGenerator[None]:
+        """An update, which a flush or a join that is under way ends before."""
+        self._num_updates += 1
+        try:
+            async with self._lock:
+                yield
+        finally:
+            self._num_updates -= 1
 
     async def _update(
         self, model_path: str | None, label: str | None, cache: str, *, abort_first: bool
@@ -317,7 +324,7 @@ class Coordinator:
         """Drop the cached prefixes of all replicas, or, while a request runs anywhere, of none."""
         if (refusal := self._unavailable()) is not None:
             return refusal
-        if self._is_updating:
+        if self._num_updates:
             text = "an update of the fleet's weights is under way; try again when it has ended"
             return Refusal(status=409, code="update_in_progress", message=text)
         async with self._lock:
@@ -458,14 +465,10 @@ class Coordinator:
 
     async def _heal(self, late: Mapping[str, Report]) -> None:
         """Bring members that came late to the version of the fleet, and to its pause and released memory."""
-        async with self._lock:
-            self._is_updating = True
-            try:
-                for tag, report in (await self._settled(late)).items():
-                    if (member := self._members.get(tag)) is not None:
-                        await self._heal_late(member, report)
-            finally:
-                self._is_updating = False
+        async with self._updating():
+            for tag, report in (await self._settled(late)).items():
+                if (member := self._members.get(tag)) is not None:
+                    await self._heal_late(member, report)
 
     async def _heal_late(self, member: Member, report: Report) -> None:
         is_older = report.version.update_count < self._version.update_count

@@ -53,6 +53,7 @@ from routed_experts.server.routing import routes as routing_routes
 from routed_experts.server.state import ServerState
 
 ASK_S = 10.0
+FLUSH_S = 2 * HOLD_S + 2 * COMMIT_S  # also before an update that finds one under way
 METRICS_S = 2.0  # a scrape has a short time of its own: a replica that does not answer is left out
 _MADE_ID = re.compile(r"(?:[a-z]+-)?(r[0-9]+)-[0-9a-f]{32}")  # by a replica: prefix of the dialect, tag, random digits
 _SERVE_ID = re.compile(rb"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # made by Ray Serve for a request without one
@@ -225,9 +226,7 @@ class FleetRoutes:
     async def flush_cache(self, request: Request, server: ServerState) -> Response:
         """Drop all cached prefixes of all replicas; refused for all while requests run on one."""
         drafts = parse_drafts(request)
-        answers: dict[str, Answer] | Refusal = await self._call(
-            "flush", drafts=drafts, timeout_s=2 * HOLD_S + 2 * COMMIT_S
-        )
+        answers: dict[str, Answer] | Refusal = await self._call("flush", drafts=drafts, timeout_s=FLUSH_S)
         return json_response({"success": True, "freed_pages": sum(_values(_checked(answers)))})
 
     async def remember_rollouts(self, request: Request, server: ServerState) -> Response:
@@ -412,7 +411,7 @@ class FleetRoutes:
         return loads
 
     async def _update(self, model_path: str | None, label: str | None, cache: str, **more: Any) -> WeightVersion:
-        timeout_s = self._update_s + HOLD_S + 3 * COMMIT_S
+        timeout_s = FLUSH_S + self._update_s + HOLD_S + 3 * COMMIT_S
         result: WeightVersion | Refusal = await self._call(
             "update", model_path, label, cache, timeout_s=timeout_s, **more
         )
