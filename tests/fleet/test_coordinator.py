@@ -3,7 +3,9 @@ was restarted finds. No Ray, no process."""
 
 import asyncio
 import contextlib
+import json
 import threading
+import types
 
 import pytest
 from starlette.requests import Request
@@ -14,7 +16,8 @@ from routed_experts.core.weight_version import WeightVersion
 from routed_experts.fleet import coordinator as module
 from routed_experts.fleet.fleet_routes import FleetRoutes
 from routed_experts.fleet.messages import CoordinatorLost, Refusal
-from routed_experts.server.errors import ApiError
+from routed_experts.server.errors import ApiError, ClientGone
+from routed_experts.server.limits import ServerSettings
 from support.fleet_simulation import BAD, SimulatedMember, join, local_fleet, until
 
 
@@ -78,6 +81,62 @@ def test_a_refused_update_names_the_replica_and_changes_nothing():
         assert {status.version, *(m.version for m in status.members)} == {version(0, "first")}
 
     in_fleet(test)
+
+
+def test_an_update_beside_a_stopped_replica_ends_in_its_time_and_is_a_timeout():
+    async def test(world, client, links):
+        client.coordinator._prepare_s = 0.05
+        held = await hold_prepare(world.members[1])  # its lock is taken: it answers nothing
+        async with asyncio.timeout(5):
+            refusal = await links["r0"].call("update", "a", "one", "flush")
+        assert (refusal.status, refusal.code, refusal.param) == (504, "update_timeout", None)
+        assert refusal.message == (
+            "r1 has not loaded the weights within weight_update_timeout=0.05 s; the old weights serve on in all "
+            "replicas; try again when every replica answers"
+        )
+        held.go.set()
+        await until(lambda: not links["r1"]._running)
+        assert [(m.engine.prepared, m.engine.held, m.engine.count) for m in world.members] == [(None, False, 0)] * 2
+        client.coordinator._prepare_s = 5.0
+        assert await links["r1"].call("update", "a", "one", "flush") == version(2, "one")
+
+    in_fleet(test)
+
+
+def test_an_update_whose_client_has_left_is_not_begun(tmp_path):
+    async def test(world, client, links):
+        bodies = {
+            "update_weights_from_disk": {"model_path": "a"},
+            "update_weights": {"weight_dir": "a"},
+            "update_weight_version": {"new_version": "one"},
+        }
+        (tmp_path / "a").mkdir()
+        server = types.SimpleNamespace(
+            settings=ServerSettings(weights_root=str(tmp_path)),
+            accepting_engine=types.SimpleNamespace(engine=types.SimpleNamespace(released=())),
+        )
+        routes = FleetRoutes(links["r0"], 5.0)
+        for count, (name, body) in enumerate(bodies.items(), 1):
+            with pytest.raises(ClientGone):
+                await getattr(routes, name)(posted(body, is_gone=True), server)
+            assert {m.engine.count for m in world.members} == {count - 1}
+            await getattr(routes, name)(posted(body, is_gone=False), server)
+            assert {m.engine.count for m in world.members} == {count}
+
+    in_fleet(test)
+
+
+def posted(body, *, is_gone):
+    """A request with this body, of a client that has left, or waits."""
+    messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+    messages += [{"type": "http.disconnect"}] if is_gone else []
+
+    async def receive():
+        return messages.pop(0) if messages else await asyncio.Event().wait()
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": headers, "state": {}}
+    return Request(scope, receive)
 
 
 def test_a_replica_that_does_not_end_its_requests_costs_no_replica(monkeypatch):

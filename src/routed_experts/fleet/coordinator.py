@@ -310,12 +310,16 @@ class Coordinator:
                 evict=self._evict,
                 on_decided=decide,
                 before_commit=end_all if abort_first else None,
+                spawn=self._spawn,
             )
         except two_phase.NoReplicaLeft as error:
             self._version, (self._path, self._released) = served, before
             text = f"{error}; replicas that start next have the old weights"
             return Refusal(status=503, code="fleet_unavailable", message=text)
         except two_phase.UpdateRefused as error:
+            if error.is_late:
+                text = f"{error}; the old weights serve on in all replicas; try again when every replica answers"
+                return Refusal(status=504, code="update_timeout", message=text)
             text = f"refused by {error}; the old weights serve on in all replicas"
             return Refusal(status=400, code="weights_mismatch", message=text, param="model_path")
         return version
