@@ -2,6 +2,7 @@
 
 import types
 
+import numpy as np
 import pytest
 
 from routed_experts.core.errors import (
@@ -127,6 +128,84 @@ def test_a_call_that_finds_prepared_weights_drops_its_own_alone(local_ray, error
     with pytest.raises(type(error)) as caught:
         module.EngineGroup(actors).prepare_weights("new")
     assert caught.value is error and [actor.num_drops for actor in actors] == [1, 0, 0]
+
+
+class GeneratingActor:
+    """An engine that notes what it is asked to generate."""
+
+    def __init__(self):
+        self.calls = []
+        self.generate = Method(self._generate)
+
+    def _generate(self, input_ids, sampling_params, options):
+        self.calls.append((input_ids, sampling_params, options))
+        return [tuple(ids) for ids in input_ids]
+
+
+def test_options_with_a_value_a_prompt_go_with_their_prompts(local_ray):
+    actors, prompts = [GeneratingActor(), GeneratingActor()], [[5], [6], [7]]
+    group, params = module.EngineGroup(actors), [{"seed": seed} for seed in range(3)]
+    options = {"rid": ["a", "b", "c"], "routed_experts_start_len": (0, 1, 2), "token_ids_logprob": [[1], [2], [3]]}
+    results = group.generate(prompts, params, **options, return_routed_experts=True, max_new_tokens=4)
+    assert results == [(5,), (6,), (7,)], "in order"
+    same = {"return_routed_experts": True, "max_new_tokens": 4}
+    first = {"rid": ["a", "b"], "routed_experts_start_len": [0, 1], "token_ids_logprob": [[1], [2]]}
+    second = {"rid": ["c"], "routed_experts_start_len": [2], "token_ids_logprob": [[3]]}
+    assert actors[0].calls == [([[5], [6]], params[:2], {**first, **same})]
+    assert actors[1].calls == [([[7]], params[2:], {**second, **same})]
+    group.generate(prompts[:1], {"seed": 1}, rid="a", token_ids_logprob=[1, 2])
+    assert actors[0].calls[1:] == [([[5]], {"seed": 1}, {"rid": "a", "token_ids_logprob": [1, 2]})]
+    group.generate(np.array(prompts), None)
+    assert [len(call[0]) for actor in actors for call in actor.calls] == [2, 1, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "param", "match"),
+    [
+        ([[5], [6]], {"stream": True}, "stream", "stream=True is not served by an EngineGroup"),
+        (
+            [5, 6, 7],
+            {},
+            "input_ids",
+            "a list of prompts, each a list of token ids; this is a list of 3",
+        ),
+        (np.arange(3), {}, "input_ids", "must be a list of prompts"),
+        ("text", {}, "input_ids", "token ids; this is 'text'"),
+        ([[5], 6], {}, "input_ids", "must be a list of prompts"),
+        ([[5], [6]], {"rid": "z"}, "rid", "rid='z' is one id for 2 prompts; give a list with an id each"),
+        ([[5], [6]], {"rid": ["z"]}, "rid", "rid has 1 values for 2 prompts"),
+        ([[5], [6]], {"rid": ["z", "z"]}, "rid", "Duplicate request ID"),
+        (
+            [[5], [6]],
+            {"sampling_params": [{}, {}, {}]},
+            "sampling_params",
+            "sampling_params has 3 values for 2 prompts",
+        ),
+        ([[5], [6]], {"token_ids_logprob": [[1]]}, "token_ids_logprob", "for 2 prompts in a list"),
+    ],
+)
+def test_what_no_engine_of_a_group_could_answer_is_refused(local_ray, prompts, options, param, match):
+    actors = [GeneratingActor(), GeneratingActor()]
+    with pytest.raises(InvalidRequestError, match=match) as caught:
+        module.EngineGroup(actors).generate(prompts, **options)
+    assert caught.value.param == param and [actor.calls for actor in actors] == [[], []]
+
+
+def test_a_group_that_was_shut_down_says_so(local_ray):
+    group = module.EngineGroup([])
+    group.shutdown()
+    calls = [
+        lambda: group.generate([[5]]),
+        lambda: group.score([[5, 6]]),
+        lambda: group.prepare_weights("new"),
+        lambda: group.commit_weights("new"),
+        lambda: group.update_weight_version("new"),
+        group.stats,
+        group.pause,
+    ]
+    for call in calls:
+        with pytest.raises(EngineDeadError, match="it was shut down; create another one"):
+            call()
 
 
 @pytest.mark.parametrize("method", ["commit_weights", "update_weight_version"])

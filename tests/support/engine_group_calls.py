@@ -141,7 +141,18 @@ def check_a_second_preparation_costs_the_first_nothing(group, folder):
     assert [stats["prepared_version"] for stats in group.stats()] == [None, None]
 
 
+def check_options_with_a_value_a_prompt(group, folder):
+    prompts, rids, starts = [[5, 6, 7, number] for number in range(3)], ["a", "b", "c"], [0, 1, 2]
+    params = [{**GREEDY, "max_new_tokens": length} for length in (2, 3, 4)]
+    options = {"rid": rids, "routed_experts_start_len": starts, "return_routed_experts": True}
+    results = within(lambda: group.generate(prompts, params, **options))
+    assert [result["meta_info"]["id"] for result in results] == rids
+    assert [result["start"] for result in results] == starts
+    assert [len(result["output_ids"]) for result in results] == [2, 3, 4]
+
+
 CHECKS = {
+    "options": check_options_with_a_value_a_prompt,
     "prepared": check_a_second_preparation_costs_the_first_nothing,
     "samples": check_samples_without_a_seed_differ,
     "push": check_push_under_load,

@@ -9,17 +9,25 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from routed_experts.core.dist_config import DistConfig
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import (
+    PARAM,
     ConfigError,
     EngineDeadError,
+    InvalidRequestError,
     ReplicaLostError,
     RoutedExpertsError,
     WeightsMismatchError,
 )
+from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.core.weight_version import to_label
+from routed_experts.engine.requests.input_processor import is_nested
+from routed_experts.engine.requests.prompt_lists import PER_PROMPT, split_by_prompt
 from routed_experts.fleet.follower_actor import start_followers
 from routed_experts.fleet.ray_runtime import actor_id, import_ray
 from routed_experts.fleet.settings import FleetSettings
@@ -198,16 +206,18 @@ class EngineGroup:
         self, input_ids: Sequence[Sequence[int]], sampling_params: Mapping[str, object] | None = None, **options: Any
     ) -> list[dict[str, Any]]:
         """Generate for prompts of token ids, which are divided evenly among the engines; n > 1 gives n results a
-        prompt, in order. `options`: other keywords of `Engine.generate`. Each result has `text`, `output_ids` and
-        `meta_info`; with return_routed_experts also `routed_experts` (uint8 or uint16 [R, M, K]), `start`, `layer_ids`,
-        `version_spans` and `version_labels` (the label of each count); with return_routed_experts_weights
-        `routed_experts_weights` (float32 or bfloat16 [R, M, K])."""
-        parts = _deal(input_ids, len(self.actors))
-        calls = [
-            actor.generate.remote(part, sampling_params, options)
-            for actor, part in zip(self.actors, parts, strict=True)
-            if part
-        ]
+        prompt, in order. `options`: other keywords of `Engine.generate`, also with one value a prompt. Each result has
+        `text`, `output_ids` and `meta_info`; with return_routed_experts also `routed_experts` (uint8 or uint16
+        [R, M, K]), `start`, `layer_ids`, `version_spans` and `version_labels` (the label of each count); with
+        return_routed_experts_weights `routed_experts_weights` (float32 or bfloat16 [R, M, K]). Raises what
+        `Engine.generate` raises, and InvalidRequestError for `stream`, for prompts that are no lists of ids, and for
+        one `rid` of several prompts."""
+        actors, calls = self._living(), list[Any]()
+        dealt = _deal_options(input_ids, {"sampling_params": sampling_params, **options}, len(actors))
+        for actor, part, own in zip(actors, _deal(input_ids, len(actors)), dealt, strict=True):
+            if part:
+                params = own.pop("sampling_params")
+                calls.append(actor.generate.remote(part, params, own))
         return [result for results in self._get(calls) for result in results]
 
     def score(
@@ -221,11 +231,12 @@ class EngineGroup:
         """Score sequences, which are divided evenly among the engines: `token_ids` (int32 [S]), `logprobs`
         (float32 [S-1]), `weight_version` (label), `update_count`, and the rows as in `generate`, with combine weights
         where they are recorded."""
-        ids, rows = _deal(token_ids, len(self.actors)), None if routed is None else _deal(routed, len(self.actors))
+        actors = self._living()
+        ids, rows = _deal(token_ids, len(actors)), None if routed is None else _deal(routed, len(actors))
         options = {"replay_weights": replay_weights, "return_routed_experts": return_routed_experts}
         calls = [
             actor.score.remote(part, None if rows is None else rows[index], options)
-            for index, (actor, part) in enumerate(zip(self.actors, ids, strict=True))
+            for index, (actor, part) in enumerate(zip(actors, ids, strict=True))
             if part
         ]
         return [result for results in self._get(calls) for result in results]
@@ -304,7 +315,13 @@ class EngineGroup:
             self._owned_group = None
 
     def _all(self, method: str, *arguments: Any) -> list[Any]:
-        return self._get([getattr(actor, method).remote(*arguments) for actor in self.actors])
+        return self._get([getattr(actor, method).remote(*arguments) for actor in self._living()])
+
+    def _living(self) -> list[Any]:
+        """The engines. Raises EngineDeadError after `shutdown`."""
+        if not self.actors:
+            raise EngineDeadError("this EngineGroup has no engine, for it was shut down; create another one")
+        return self.actors
 
     def _get(self, calls: Sequence[Any]) -> list[Any]:
         """The results of calls. Raises ReplicaLostError for an engine that has ended, or the error that a call
@@ -315,8 +332,9 @@ class EngineGroup:
         self, method: str, *arguments: Any, indices: Sequence[int] | None = None
     ) -> dict[int, Exception | None]:
         """What a call of each engine, or of these, raised, by its index."""
-        chosen = range(len(self.actors)) if indices is None else indices
-        calls = {index: getattr(self.actors[index], method).remote(*arguments) for index in chosen}
+        actors = self._living()
+        chosen = range(len(actors)) if indices is None else indices
+        calls = {index: getattr(actors[index], method).remote(*arguments) for index in chosen}
         outcomes: dict[int, Exception | None] = {}
         for index, call in calls.items():
             try:
@@ -384,6 +402,24 @@ def _deal(values: Sequence[_T], number: int) -> list[list[_T]]:
     share, extra = divmod(len(values), number)
     bounds = [index * share + min(index, extra) for index in range(number + 1)]
     return [list(values[low:high]) for low, high in itertools.pairwise(bounds)]
+
+
+def _deal_options(prompts: Sequence[object], options: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
+    """The keywords of `Engine.generate` for each of `number` engines: those with a value a prompt are dealt with the
+    prompts. Raises InvalidRequestError for what no engine could see: see EngineGroup.generate."""
+    if options.get("stream"):
+        text = f"{PARAM}=True is not served by an EngineGroup, which returns whole answers; leave it out"
+        raise InvalidRequestError(text, param="stream", code="unsupported_parameter")
+    if not isinstance(prompts, list | tuple | np.ndarray) or not (len(prompts) == 0 or is_nested(prompts)):
+        text = f"{PARAM} must be a list of prompts, each a list of token ids; this is {short_repr(prompts)}"
+        raise InvalidRequestError(text, param="input_ids")
+    if isinstance(options.get("rid"), str) and len(prompts) > 1:
+        text = f"{PARAM}={short_repr(options['rid'])} is one id for {len(prompts)} prompts; give a list with an id each"
+        raise InvalidRequestError(text, param="rid")
+    own = {name: options[name] for name in (*PER_PROMPT, "token_ids_logprob") if name in options}
+    lists = split_by_prompt(GenerateReqInput(**own), len(prompts), is_batch=True).lists
+    dealt = {name: _deal(options[name], number) for name in lists}
+    return [{**options, **{name: parts[index] for name, parts in dealt.items()}} for index in range(number)]
 
 
 def _translated(get: Callable[[], list[Any]]) -> list[Any]:

@@ -127,7 +127,7 @@ def test_calls_of_an_engine_group_that_wait_take_no_thread_of_the_call_that_ends
 
 
 def test_engines_of_a_group_draw_samples_of_their_own_and_keep_what_is_prepared(cluster, folders):
-    checks = ["samples", "prepared"]
+    checks = ["samples", "prepared", "options"]
     assert run_driver("support.engine_group_calls", cluster, folders, checks=checks) == checks
 
 
