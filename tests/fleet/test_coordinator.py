@@ -126,6 +126,20 @@ def test_an_update_whose_client_has_left_is_not_begun(tmp_path):
     in_fleet(test)
 
 
+def test_an_update_that_a_replica_finds_after_a_stop_is_not_begun():
+    async def test(world, client, links):
+        routes, stopped = FleetRoutes(links["r0"], 5.0), types.SimpleNamespace(recent_stop_s=12.4)
+        clock, links["r0"]._stop_clock = links["r0"]._stop_clock, stopped
+        with pytest.raises(ApiError, match=r"did not run for 12 s.*send it again") as caught:
+            await routes._update(posted({}, is_gone=False), "a", None, "flush")
+        assert (caught.value.status, caught.value.code) == (503, "fleet_unavailable")
+        assert {m.engine.count for m in world.members} == {0}
+        links["r0"]._stop_clock = clock
+        assert await routes._update(posted({}, is_gone=False), "a", None, "flush") == version(1, "first")
+
+    in_fleet(test)
+
+
 def posted(body, *, is_gone):
     """A request with this body, of a client that has left, or waits."""
     messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]

@@ -418,8 +418,12 @@ class FleetRoutes:
         self, request: Request, model_path: str | None, label: str | None, cache: str, **more: Any
     ) -> WeightVersion:
         """Update all replicas, for a client that is still there: a replica that was stopped finds requests whose
-        clients have left. Raises ClientGone and ApiError."""
+        clients have left, perhaps before others have updated. Raises ClientGone, and ApiError also where a proxy may
+        hide that the client has left."""
         await run_until_disconnect(request, asyncio.sleep(GONE_S), timeout_s=ASK_S)
+        if (stop_s := self._link.recent_stop_s) is not None:
+            text = f"this replica did not run for {stop_s:.0f} s, and the request may be older than that"
+            raise unavailable(f"{text}; nothing is updated, so send it again", code="fleet_unavailable")
         timeout_s = FLUSH_S + self._update_s + HOLD_S + 3 * COMMIT_S
         result: WeightVersion | Refusal = await self._call(
             "update", model_path, label, cache, timeout_s=timeout_s, **more
