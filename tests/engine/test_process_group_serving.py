@@ -204,6 +204,16 @@ def test_new_weights_are_served_by_all_processes_or_by_none(pair, folder, tmp_pa
         assert [list(told) for told in pair.both("set_version", version=label)] == [[label, count]] * 2
     answer = pair.assert_alike("generate", prompts=PROMPTS, params=GREEDY, **ROWS)[0]
     assert answer["version"] == "step-1"
+    assert pair.both("release_weights") == (["weights"], ["weights"])
+    for process, source in (
+        (pair.leader, "call update_weights_from_disk"),
+        (pair.single, "give state=, or call update_weights"),
+    ):
+        with pytest.raises(CommandError, match=f"the weights were released; {source} first$"):
+            process.call("resume_memory")
+    pair.both("update_weights", path=str(other), version="step-1")
+    assert pair.both("resume_memory") == ([], [])
+    assert pair.assert_alike("generate", prompts=PROMPTS, params=GREEDY, **ROWS)[1]["tokens"] == new[1]["tokens"]
 
 
 def test_what_takes_arrays_of_one_process_is_refused_by_name(pair):

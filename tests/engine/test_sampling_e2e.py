@@ -183,6 +183,20 @@ def test_requests_without_a_seed_count_from_the_engines_random_seed(engine):
     assert seeds == [[(7 << 32) + (1 << 31) + i for i in range(3)]] * 2
 
 
+def test_requests_without_a_seed_count_in_the_stream_of_their_engine(engine):
+    def seeds(random_seed, stream, params=None):
+        processor = InputProcessor(
+            engine.input_processor.limits, engine.tokenizer, random_seed=random_seed, seed_stream=stream
+        )
+        request = GenerateReqInput(text="a", sampling_params=params)
+        return [processor.process(request)[0].sampling.seed for _ in range(3)]
+
+    streams = [seeds(random_seed, stream) for random_seed in (0, 7, 2**31 - 1) for stream in (None, "a", "b")]
+    assert len({seed for stream in streams for seed in stream}) == 27
+    assert all(stream == list(range(stream[0], stream[0] + 3)) and 2**31 <= stream[0] < 2**63 for stream in streams)
+    assert seeds(7, "a") == seeds(7, "a") and seeds(7, "a", {"seed": 5}) == [5] * 3
+
+
 def test_equal_prompts_of_one_call_without_a_seed_are_rollouts_of_their_own(engine):
     params = {"max_tokens": 12, "ignore_eos": True, "n": 2}
     assert len(set(map(tuple, output_ids(engine, params, prompt=[PROMPT] * 4)))) == 8

@@ -21,6 +21,7 @@ OF_ENGINE_ALONE = {
     "experts",
     "placement",
     "self_check",
+    "seed_stream",
     "dist",
     "nnodes",
     "node_rank",

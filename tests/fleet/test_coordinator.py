@@ -3,18 +3,21 @@ was restarted finds. No Ray, no process."""
 
 import asyncio
 import contextlib
+import json
 import threading
+import types
 
 import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from routed_experts.core.errors import WeightsMismatchError
+from routed_experts.core.errors import InvalidRequestError, WeightsMismatchError
 from routed_experts.core.weight_version import WeightVersion
 from routed_experts.fleet import coordinator as module
 from routed_experts.fleet.fleet_routes import FleetRoutes
 from routed_experts.fleet.messages import CoordinatorLost, Refusal
-from routed_experts.server.errors import ApiError
+from routed_experts.server.errors import ApiError, ClientGone
+from routed_experts.server.limits import ServerSettings
 from support.fleet_simulation import BAD, SimulatedMember, join, local_fleet, until
 
 
@@ -78,6 +81,76 @@ def test_a_refused_update_names_the_replica_and_changes_nothing():
         assert {status.version, *(m.version for m in status.members)} == {version(0, "first")}
 
     in_fleet(test)
+
+
+def test_an_update_beside_a_stopped_replica_ends_in_its_time_and_is_a_timeout():
+    async def test(world, client, links):
+        client.coordinator._prepare_s = 0.05
+        held = await hold_prepare(world.members[1])  # its lock is taken: it answers nothing
+        async with asyncio.timeout(5):
+            refusal = await links["r0"].call("update", "a", "one", "flush")
+        assert (refusal.status, refusal.code, refusal.param) == (504, "update_timeout", None)
+        assert refusal.message == (
+            "r1 has not loaded the weights within weight_update_timeout=0.05 s; the old weights serve on in all "
+            "replicas; try again when every replica answers"
+        )
+        held.go.set()
+        await until(lambda: not links["r1"]._running)
+        assert [(m.engine.prepared, m.engine.held, m.engine.count) for m in world.members] == [(None, False, 0)] * 2
+        client.coordinator._prepare_s = 5.0
+        assert await links["r1"].call("update", "a", "one", "flush") == version(2, "one")
+
+    in_fleet(test)
+
+
+def test_an_update_whose_client_has_left_is_not_begun(tmp_path):
+    async def test(world, client, links):
+        bodies = {
+            "update_weights_from_disk": {"model_path": "a"},
+            "update_weights": {"weight_dir": "a"},
+            "update_weight_version": {"new_version": "one"},
+        }
+        (tmp_path / "a").mkdir()
+        server = types.SimpleNamespace(
+            settings=ServerSettings(weights_root=str(tmp_path)),
+            accepting_engine=types.SimpleNamespace(engine=types.SimpleNamespace(released=())),
+        )
+        routes = FleetRoutes(links["r0"], 5.0)
+        for count, (name, body) in enumerate(bodies.items(), 1):
+            with pytest.raises(ClientGone):
+                await getattr(routes, name)(posted(body, is_gone=True), server)
+            assert {m.engine.count for m in world.members} == {count - 1}
+            await getattr(routes, name)(posted(body, is_gone=False), server)
+            assert {m.engine.count for m in world.members} == {count}
+
+    in_fleet(test)
+
+
+def test_an_update_that_a_replica_finds_after_a_stop_is_not_begun():
+    async def test(world, client, links):
+        routes, stopped = FleetRoutes(links["r0"], 5.0), types.SimpleNamespace(recent_stop_s=12.4)
+        clock, links["r0"]._stop_clock = links["r0"]._stop_clock, stopped
+        with pytest.raises(ApiError, match=r"did not run for 12 s.*send it again") as caught:
+            await routes._update(posted({}, is_gone=False), "a", None, "flush")
+        assert (caught.value.status, caught.value.code) == (503, "fleet_unavailable")
+        assert {m.engine.count for m in world.members} == {0}
+        links["r0"]._stop_clock = clock
+        assert await routes._update(posted({}, is_gone=False), "a", None, "flush") == version(1, "first")
+
+    in_fleet(test)
+
+
+def posted(body, *, is_gone):
+    """A request with this body, of a client that has left, or waits."""
+    messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+    messages += [{"type": "http.disconnect"}] if is_gone else []
+
+    async def receive():
+        return messages.pop(0) if messages else await asyncio.Event().wait()
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": headers, "state": {}}
+    return Request(scope, receive)
 
 
 def test_a_replica_that_does_not_end_its_requests_costs_no_replica(monkeypatch):
@@ -210,6 +283,64 @@ def test_a_replica_that_joins_during_a_pause_is_paused():
     in_fleet(test)
 
 
+def test_a_pause_that_is_refused_is_not_taken_over():
+    async def test(world, client, links):
+        async def refuse(mode):
+            raise InvalidRequestError("no", param="mode")
+
+        async def late_pause():
+            late = SimulatedMember(world, "")
+            links[len(links)] = await join(client, late)
+            return late.engine.paused
+
+        routes = FleetRoutes(links["r0"], 5.0)
+        with pytest.raises(InvalidRequestError, match="mode='nap' is unknown; choose one of wait, retract"):
+            await routes._pause(None, "nap")
+        assert await late_pause() is None
+        await routes._pause(None, "in_place")
+        for link in links.values():
+            link._operations = {**link._operations, "pause": refuse}
+        with pytest.raises(ApiError, match="no"):
+            await routes._pause(None, "retract")
+        assert await late_pause() == "in_place", "what was before"
+        with pytest.raises(ApiError) as caught:
+            await routes._pause(None, "retract")
+        assert caught.value.code == "replicas_disagree" and await late_pause() == "retract", "one has paused"
+
+    in_fleet(test)
+
+
+def test_a_pause_that_is_late_on_all_replicas_is_taken_over():
+    async def test(world, client, links):
+        async def silent(mode):
+            await asyncio.Event().wait()
+
+        for link in links.values():
+            link._operations = {**link._operations, "pause": silent}
+        assert {answer.refusal.code for answer in (await client.call("pause", "wait", 0.02, timeout_s=5)).values()} == {
+            "replica_timeout"
+        }
+        late = SimulatedMember(world, "")
+        links["late"] = await join(client, late)
+        assert late.engine.paused == "wait"
+
+    in_fleet(test)
+
+
+def test_a_replica_that_refuses_the_pause_of_the_fleet_starts_nevertheless(caplog):
+    async def test(world, client, links):
+        async def refuse(mode):
+            raise InvalidRequestError("mode='nap' is unknown", param="mode")
+
+        await client.call("set_pause", "nap", timeout_s=5)
+        late = SimulatedMember(world, "")
+        late.operations = lambda: {**SimulatedMember.operations(late), "pause": refuse}
+        links["late"] = await join(client, late)
+        assert late.tag == "r2" and "replica r2 does not take the pause 'nap' of the fleet over" in caplog.text
+
+    in_fleet(test)
+
+
 def test_released_memory_is_taken_over_by_those_that_come_later_and_by_the_next_coordinator():
     async def test(world, client, links):
         routes = FleetRoutes(links["r0"], 5.0)
@@ -335,6 +466,31 @@ def test_a_flush_during_an_update_is_refused_at_once():
         held.go.set()
         assert (await update).update_count == 1
         assert set(await links["r0"].call("flush", drafts=False)) == {"r0", "r1"}
+
+    in_fleet(test)
+
+
+def test_an_update_waits_for_a_flush_and_a_second_one_is_refused():
+    async def test(world, client, links):
+        go, asked = asyncio.Event(), asyncio.Event()
+
+        async def flush(drafts):
+            asked.set()
+            await go.wait()
+            return 0
+
+        for link in links.values():
+            link._operations = {**link._operations, "flush": flush}
+        flushing = asyncio.create_task(links["r0"].call("flush", drafts=False))
+        await asked.wait()
+        update = asyncio.create_task(links["r1"].call("update", "a", "one", "flush"))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not update.done()
+        refusals = [await links["r1"].call("update", "b", None, "flush"), await links["r1"].call("flush", drafts=False)]
+        assert [refusal.code for refusal in refusals] == ["update_in_progress"] * 2, "updates are not queued"
+        go.set()
+        assert set(await flushing) == {"r0", "r1"} and await update == version(1, "one")
 
     in_fleet(test)
 

@@ -2,8 +2,21 @@
 
 import types
 
+import numpy as np
 import pytest
 
+from routed_experts.core.errors import (
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    PeerLostError,
+    QueueFullError,
+    ReplicaLostError,
+    RoutingIncompleteError,
+    UpdateInProgressError,
+    WeightsMismatchError,
+    WriteError,
+)
 from routed_experts.fleet import engine_group as module
 
 
@@ -12,7 +25,11 @@ class RayActorError(Exception):
 
 
 class RayTaskError(Exception):
-    pass
+    """As Ray's: the text has the traceback of the other process, in colours."""
+
+    def __init__(self, cause):
+        super().__init__(f"\x1b[36mray::EngineActor()\x1b[39m\nTraceback: {cause!r}")
+        self.cause = cause
 
 
 class Method:
@@ -46,6 +63,151 @@ class LocalRay:
         return list(calls)
 
 
+@pytest.fixture
+def local_ray(monkeypatch):
+    ray = LocalRay()
+    monkeypatch.setattr(module, "import_ray", lambda name="ray": ray.exceptions if name == "ray.exceptions" else ray)
+    return ray
+
+
+class RefusingActor:
+    """An engine whose `prepare_weights` has this outcome."""
+
+    def __init__(self, outcome=None):
+        self.num_drops = 0
+        self.prepare_weights = Method(lambda path, version: outcome)
+        self.drop_weights = Method(self._drop)
+        self.stats = Method(lambda: outcome)
+
+    def _drop(self):
+        self.num_drops += 1
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [PeerLostError("process 1 has ended"), EngineDeadError("the engine has ended"), ReplicaLostError("it has ended")],
+)
+def test_an_engine_that_has_ended_is_a_lost_one(local_ray, cause):
+    group = module.EngineGroup([RefusingActor(), RefusingActor(RayTaskError(cause))])
+    for call in (group.stats, lambda: group.prepare_weights("new")):
+        with pytest.raises(ReplicaLostError) as caught:
+            call()
+        assert str(cause) in str(caught.value) and "create the group again" in str(caught.value)
+        assert "\x1b" not in str(caught.value) and caught.value.code == "replica_lost"
+
+
+@pytest.mark.parametrize(
+    "cause", [QueueFullError("full"), RoutingIncompleteError("no row"), ConfigError("no"), InvalidRequestError("no")]
+)
+def test_an_error_of_ours_is_raised_as_itself(local_ray, cause):
+    with pytest.raises(type(cause)) as caught:
+        module.EngineGroup([RefusingActor(RayTaskError(cause))]).stats()
+    assert caught.value is cause
+
+
+def test_the_message_of_weights_that_are_refused_has_no_traceback(local_ray):
+    actors = [RefusingActor(RayTaskError(WriteError("the disk is full"))), RefusingActor()]
+    with pytest.raises(WeightsMismatchError) as caught:
+        module.EngineGroup(actors).prepare_weights("new")
+    assert str(caught.value) == "engine 0: the disk is full; the old weights serve on in all engines"
+    actors[0] = RefusingActor(RayTaskError(RuntimeError("not ours")))
+    with pytest.raises(RayTaskError, match="not ours"):
+        module.EngineGroup(actors).prepare_weights("new")
+    assert actors[1].num_drops == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UpdateInProgressError("another update"),
+        InvalidRequestError("prepared", param="version", code="weights_prepared"),
+    ],
+)
+def test_a_call_that_finds_prepared_weights_drops_its_own_alone(local_ray, error):
+    actors = [RefusingActor(), RefusingActor(RayTaskError(error)), RefusingActor(RayTaskError(error))]
+    with pytest.raises(type(error)) as caught:
+        module.EngineGroup(actors).prepare_weights("new")
+    assert caught.value is error and [actor.num_drops for actor in actors] == [1, 0, 0]
+
+
+class GeneratingActor:
+    """An engine that notes what it is asked to generate."""
+
+    def __init__(self):
+        self.calls = []
+        self.generate = Method(self._generate)
+
+    def _generate(self, input_ids, sampling_params, options):
+        self.calls.append((input_ids, sampling_params, options))
+        return [tuple(ids) for ids in input_ids]
+
+
+def test_options_with_a_value_a_prompt_go_with_their_prompts(local_ray):
+    actors, prompts = [GeneratingActor(), GeneratingActor()], [[5], [6], [7]]
+    group, params = module.EngineGroup(actors), [{"seed": seed} for seed in range(3)]
+    options = {"rid": ["a", "b", "c"], "routed_experts_start_len": (0, 1, 2), "token_ids_logprob": [[1], [2], [3]]}
+    results = group.generate(prompts, params, **options, return_routed_experts=True, max_new_tokens=4)
+    assert results == [(5,), (6,), (7,)], "in order"
+    same = {"return_routed_experts": True, "max_new_tokens": 4}
+    first = {"rid": ["a", "b"], "routed_experts_start_len": [0, 1], "token_ids_logprob": [[1], [2]]}
+    second = {"rid": ["c"], "routed_experts_start_len": [2], "token_ids_logprob": [[3]]}
+    assert actors[0].calls == [([[5], [6]], params[:2], {**first, **same})]
+    assert actors[1].calls == [([[7]], params[2:], {**second, **same})]
+    group.generate(prompts[:1], {"seed": 1}, rid="a", token_ids_logprob=[1, 2])
+    assert actors[0].calls[1:] == [([[5]], {"seed": 1}, {"rid": "a", "token_ids_logprob": [1, 2]})]
+    group.generate(np.array(prompts), None)
+    assert [len(call[0]) for actor in actors for call in actor.calls] == [2, 1, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "param", "match"),
+    [
+        ([[5], [6]], {"stream": True}, "stream", "stream=True is not served by an EngineGroup"),
+        (
+            [5, 6, 7],
+            {},
+            "input_ids",
+            "a list of prompts, each a list of token ids; this is a list of 3",
+        ),
+        (np.arange(3), {}, "input_ids", "must be a list of prompts"),
+        ("text", {}, "input_ids", "token ids; this is 'text'"),
+        ([[5], 6], {}, "input_ids", "must be a list of prompts"),
+        ([[5], [6]], {"rid": "z"}, "rid", "rid='z' is one id for 2 prompts; give a list with an id each"),
+        ([[5], [6]], {"rid": ["z"]}, "rid", "rid has 1 values for 2 prompts"),
+        ([[5], [6]], {"rid": ["z", "z"]}, "rid", "Duplicate request ID"),
+        (
+            [[5], [6]],
+            {"sampling_params": [{}, {}, {}]},
+            "sampling_params",
+            "sampling_params has 3 values for 2 prompts",
+        ),
+        ([[5], [6]], {"token_ids_logprob": [[1]]}, "token_ids_logprob", "for 2 prompts in a list"),
+    ],
+)
+def test_what_no_engine_of_a_group_could_answer_is_refused(local_ray, prompts, options, param, match):
+    actors = [GeneratingActor(), GeneratingActor()]
+    with pytest.raises(InvalidRequestError, match=match) as caught:
+        module.EngineGroup(actors).generate(prompts, **options)
+    assert caught.value.param == param and [actor.calls for actor in actors] == [[], []]
+
+
+def test_a_group_that_was_shut_down_says_so(local_ray):
+    group = module.EngineGroup([])
+    group.shutdown()
+    calls = [
+        lambda: group.generate([[5]]),
+        lambda: group.score([[5, 6]]),
+        lambda: group.prepare_weights("new"),
+        lambda: group.commit_weights("new"),
+        lambda: group.update_weight_version("new"),
+        group.stats,
+        group.pause,
+    ]
+    for call in calls:
+        with pytest.raises(EngineDeadError, match="it was shut down; create another one"):
+            call()
+
+
 @pytest.mark.parametrize("method", ["commit_weights", "update_weight_version"])
 def test_an_engine_that_has_died_leaves_no_other_held(monkeypatch, method):
     ray = LocalRay()
@@ -54,3 +216,27 @@ def test_an_engine_that_has_died_leaves_no_other_held(monkeypatch, method):
     with pytest.raises(module.ReplicaLostError):
         getattr(module.EngineGroup([living, dead]), method)("new")
     assert not living.held and living.label == "old"
+
+
+def test_an_engine_that_does_not_end_is_killed_after_a_time(monkeypatch):
+    waits, killed, silent = [], [], object()
+
+    class SilentRay(LocalRay):
+        def get(self, calls, timeout=None):
+            assert silent not in calls or timeout is not None, "it waits without bound"
+            return []
+
+        def wait(self, calls, *, num_returns, timeout):
+            waits.append((len(calls), num_returns, timeout))
+            return [call for call in calls if call is not silent], [silent]
+
+        def kill(self, actor):
+            killed.append(actor)
+
+    monkeypatch.setattr(module, "import_ray", lambda name="ray": SilentRay.exceptions if "." in name else SilentRay())
+    actors = [types.SimpleNamespace(shutdown=Method(lambda result=result: result)) for result in (None, silent)]
+    group = module.EngineGroup(actors)
+    group.shutdown()
+    assert waits == [(2, 2, module.SHUTDOWN_S)] and killed == actors
+    group.shutdown()
+    assert len(waits) == 1 and len(killed) == 2, "idempotent"

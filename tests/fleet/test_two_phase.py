@@ -224,6 +224,34 @@ def test_a_member_that_is_late_before_the_swap_stops_the_update(phase):
     assert {version for _, version in world.admissions} == {OLD} and world.evicted == []
 
 
+@pytest.mark.parametrize("phase", ["prepare", "hold"])
+def test_a_member_that_was_late_is_not_waited_for_again(phase):
+    world, asked = World(), []
+
+    async def silent(operation, *, timeout_s, **arguments):
+        asked.append(operation)
+        if operation == "release":
+            await asyncio.Event().wait()
+        if operation == phase:
+            raise TimeoutError
+        return await SimulatedMember.call(world.members[1], operation, timeout_s=timeout_s, **arguments)
+
+    async def run():
+        async with asyncio.timeout(5):
+            await update(world)
+
+    world.members[1].call = silent
+    with pytest.raises(two_phase.UpdateRefused) as caught:
+        asyncio.run(run())
+    assert caught.value.is_late and asked[-1] == "release"
+    assert [(m.engine.prepared, m.engine.held) for m in (world.members[0], world.members[2])] == [(None, False)] * 2
+    world = World()
+    world.members[0].engine.refuses = True
+    with pytest.raises(two_phase.UpdateRefused) as caught:
+        asyncio.run(update(world, BAD))
+    assert not caught.value.is_late
+
+
 @pytest.mark.parametrize("fault", ["late", "refuses"])
 def test_a_member_that_does_not_swap_is_evicted_before_another_opens(fault):
     """Alone, it would start requests with old weights after others have started some with new ones."""

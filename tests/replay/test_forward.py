@@ -191,7 +191,11 @@ def test_under_jit_a_valid_id_that_is_no_expert_gives_nan_in_its_sequence_alone(
         (dict(positions=np.zeros(5, np.int32)), r"positions is int32\[5\]"),
         (dict(segment_ids=np.zeros((5, 2), np.int32)), r"segment_ids is int32\[5, 2\]"),
         (dict(segment_ids=np.zeros((2, 5), bool)), r"segment_ids is bool\[2, 5\]"),
-        (dict(backend="grouped"), "backend='grouped' is no MoeBackend"),
+        (
+            dict(backend="grouped"),
+            "backend='grouped' is no MoeBackend; give one of MOE_BACKENDS: 'reference', 'grouped' or, without "
+            "gradients, 'tiled'",
+        ),
     ],
 )
 def test_arrays_that_are_no_sequences_are_refused_by_name(parts, named, match):
@@ -310,6 +314,25 @@ def test_gradients_with_and_without_remat_agree(parts, value_and_grad, replay):
     )
     assert float(plain_loss) == pytest.approx(float(remat_loss), abs=1e-6)
     assert_close(plain, remat, 1e-6)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_gradient_through_the_tiled_backend_is_refused_with_those_that_have_one(parts, remat):
+    tokens = random_tokens(seed=7)
+
+    def loss(scale, **options):
+        state = jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), parts[1])
+        options = dict(backend=MOE["tiled"], remat=remat, balance_on="executed", **options)
+        output = forward(nnx.merge(parts[0], state), tokens, **options)
+        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(output) if jnp.issubdtype(leaf.dtype, jnp.floating))
+
+    one = jnp.float32(1)
+    for gradient in (jax.grad(loss), jax.jit(jax.value_and_grad(loss))):
+        with pytest.raises(InvalidRequestError, match=r"'tiled' has no gradients.*'reference', 'grouped'") as caught:
+            gradient(one)
+        assert caught.value.param == "backend"
+    value, slope = jax.jvp(loss, (one,), (one,))
+    assert np.isfinite(value) and np.isfinite(slope), "forward mode has no limit"
 
 
 def test_self_replay_leaves_loss_and_gradients_as_they_are(parts, run, value_and_grad):

@@ -309,6 +309,17 @@ def release_and_resume(engine):
     return list(engine.released)
 
 
+def release_weights(engine):
+    """Give the weights back."""
+    engine.release_memory_occupation(["weights"])
+    return list(engine.released)
+
+
+def resume_memory(engine):
+    engine.resume_memory_occupation()
+    return list(engine.released)
+
+
 def update_weights(engine, path, version):
     engine.update_weights_from_disk(path, version=version)
     return dataclasses.astuple(engine.get_weight_version())
@@ -424,6 +435,8 @@ COMMANDS = {
         abort_one,
         pause_and_resume,
         release_and_resume,
+        release_weights,
+        resume_memory,
         update_weights,
         update_in_memory,
         resume_with_state,

@@ -124,6 +124,7 @@ class Engine:
         dist_timeout: float | None = None,
         watchdog_timeout: float | None = None,
         self_check: bool = False,
+        seed_stream: str | None = None,
         revision: str | None = None,
         tokenizer_path: str | os.PathLike[str] | None = None,
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
@@ -169,9 +170,11 @@ class Engine:
         Keywords of SGLang's, vLLM's and sgl-jax's engines that are not here are translated, accepted without effect,
         or refused with what to use: docs/flags.md.
 
-        `self_check` replays captured rows before the engine is ready. `on_phase` receives each phase of start-up,
-        `on_load` (bytes loaded, bytes in all). The other keywords are the fields of ServerArgs, described there. Raises
-        ConfigError, CheckpointError, PlacementError, CaptureUnsupportedError or PeerLostError."""
+        `self_check` replays captured rows before the engine is ready. `seed_stream` is a name for the seeds of requests
+        that bring none: engines of one `random_seed` draw different samples under different names. `on_phase` receives
+        each phase of start-up, `on_load` (bytes loaded, bytes in all). The other keywords are the fields of ServerArgs,
+        described there. Raises ConfigError, CheckpointError, PlacementError, CaptureUnsupportedError or
+        PeerLostError."""
         self.server_args = ServerArgs(
             model_path=_path_text(model_path),
             revision=revision,
@@ -297,6 +300,7 @@ class Engine:
             limits,
             self._tokenizer,
             random_seed=args.random_seed,
+            seed_stream=seed_stream,
             before_grammar=components.core.runner.compile_masked,
             before_given_ids=components.core.runner.compile_given,
         )

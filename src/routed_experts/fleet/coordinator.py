@@ -5,12 +5,13 @@ Ray restarts it when it dies; the replicas join again and tell what they serve, 
 before anything else. Event loop only."""
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from routed_experts.core.error_text import short_repr
@@ -31,6 +32,7 @@ POLL_S = 10.0  # a poll without a task ends after it
 PROBE_INTERVAL_S = 0.5
 REJOIN_S = 10.0  # in which the members of a coordinator that was restarted come back
 HEALTH_S = 1.0
+TIMED_OUT = "replica_timeout"  # the code of an answer that has not come
 ABANDONED_S = 600.0  # without a replica, after which the coordinator ends
 logger = logging.getLogger(__name__)
 
@@ -122,10 +124,10 @@ class Coordinator:
         self._path: str | None = None
         self._pause: str | None = None
         self._released: tuple[str, ...] = ()  # tags of device memory
-        self._is_updating = False
+        self._num_updates = 0  # one at a time, and one that heals a member; also while a flush or a join ends before
         self._deaths = 0
         self._failure: tuple[Refusal, bool] | None = None
-        self._lock = asyncio.Lock()  # one update at a time, and no replica joins during one
+        self._lock = asyncio.Lock()  # of an update, a flush and a join: one at a time
         self._syncing: set[str] = set()  # tags of replicas that load the version of the fleet
         self._all_back = asyncio.Event()
         self._recovery: asyncio.Task[None] | None = None
@@ -233,6 +235,19 @@ class Coordinator:
         values = [answer.value for answer in answers.values() if answer.refusal is None]
         self._released = tuple(sorted({tag for value in values for tag in value})) if values else former
 
+    async def pause(self, mode: str, timeout_s: float) -> dict[str, Answer] | Refusal:
+        """Pause all replicas, also those that start until the pause ends. Where all refuse, the pause is what it was
+        before; a replica that does not answer in time may pause yet."""
+        former = self._pause
+        if (refusal := await self.set_pause(mode)) is not None:  # before: a replica that joins meanwhile is not asked
+            return refusal
+        answers = await self._ask_all(self._started(), "pause", timeout_s, {"mode": mode})
+        refusals = [answer.refusal for answer in answers.values() if answer.refusal is not None]
+        has_refused = len(refusals) == len(answers) > 0 and all(refusal.code != TIMED_OUT for refusal in refusals)
+        if has_refused and self._pause == mode:
+            self._pause = former
+        return answers
+
     async def set_pause(self, pause: str | None) -> Refusal | None:
         """Note the pause of the fleet, which replicas that start later take over. Refused while the replicas, which
         tell the present one, join again."""
@@ -248,15 +263,21 @@ class Coordinator:
         Returns their version, of the next count; `label` None keeps the present one."""
         if (refusal := self._unavailable()) is not None:
             return refusal
-        if self._lock.locked():
+        if self._num_updates:
             text = "another update of the fleet's weights is under way; try again when it has ended"
             return Refusal(status=409, code="update_in_progress", message=text)
-        async with self._lock:
-            self._is_updating = True
-            try:
-                return await self._update(model_path, label, cache, abort_first=abort_first)
-            finally:
-                self._is_updating = False
+        async with self._updating():
+            return await self._update(model_path, label, cache, abort_first=abort_first)
+
+    @contextlib.asynccontextmanager
+    async def _updating(self) -> AsyncGenerator[None]:
+        """An update, which a flush or a join that is under way ends before."""
+        self._num_updates += 1
+        try:
+            async with self._lock:
+                yield
+        finally:
+            self._num_updates -= 1
 
     async def _update(
         self, model_path: str | None, label: str | None, cache: str, *, abort_first: bool
@@ -289,12 +310,16 @@ class Coordinator:
                 evict=self._evict,
                 on_decided=decide,
                 before_commit=end_all if abort_first else None,
+                spawn=self._spawn,
             )
         except two_phase.NoReplicaLeft as error:
             self._version, (self._path, self._released) = served, before
             text = f"{error}; replicas that start next have the old weights"
             return Refusal(status=503, code="fleet_unavailable", message=text)
         except two_phase.UpdateRefused as error:
+            if error.is_late:
+                text = f"{error}; the old weights serve on in all replicas; try again when every replica answers"
+                return Refusal(status=504, code="update_timeout", message=text)
             text = f"refused by {error}; the old weights serve on in all replicas"
             return Refusal(status=400, code="weights_mismatch", message=text, param="model_path")
         return version
@@ -303,7 +328,7 @@ class Coordinator:
         """Drop the cached prefixes of all replicas, or, while a request runs anywhere, of none."""
         if (refusal := self._unavailable()) is not None:
             return refusal
-        if self._is_updating:
+        if self._num_updates:
             text = "an update of the fleet's weights is under way; try again when it has ended"
             return Refusal(status=409, code="update_in_progress", message=text)
         async with self._lock:
@@ -444,14 +469,10 @@ class Coordinator:
 
     async def _heal(self, late: Mapping[str, Report]) -> None:
         """Bring members that came late to the version of the fleet, and to its pause and released memory."""
-        async with self._lock:
-            self._is_updating = True
-            try:
-                for tag, report in (await self._settled(late)).items():
-                    if (member := self._members.get(tag)) is not None:
-                        await self._heal_late(member, report)
-            finally:
-                self._is_updating = False
+        async with self._updating():
+            for tag, report in (await self._settled(late)).items():
+                if (member := self._members.get(tag)) is not None:
+                    await self._heal_late(member, report)
 
     async def _heal_late(self, member: Member, report: Report) -> None:
         is_older = report.version.update_count < self._version.update_count
@@ -498,7 +519,7 @@ class Coordinator:
                 return None
             except TimeoutError:
                 text = f"it has not done {operation} within {timeout_s:g} s"
-                return Answer(refusal=Refusal(status=504, code="replica_timeout", message=text))
+                return Answer(refusal=Refusal(status=504, code=TIMED_OUT, message=text))
 
         answers = await asyncio.gather(*map(one, members))
         found = zip(members, answers, strict=True)

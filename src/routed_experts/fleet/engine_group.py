@@ -9,20 +9,39 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from routed_experts.core.dist_config import DistConfig
-from routed_experts.core.errors import ConfigError, InvalidRequestError, ReplicaLostError, WeightsMismatchError
+from routed_experts.core.error_text import short_repr
+from routed_experts.core.errors import (
+    PARAM,
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    ReplicaLostError,
+    RoutedExpertsError,
+    WeightsMismatchError,
+)
+from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.core.weight_version import to_label
+from routed_experts.engine.requests.input_processor import is_nested
+from routed_experts.engine.requests.prompt_lists import PER_PROMPT, split_by_prompt
 from routed_experts.fleet.follower_actor import start_followers
-from routed_experts.fleet.ray_runtime import import_ray
+from routed_experts.fleet.ray_runtime import actor_id, import_ray
 from routed_experts.fleet.settings import FleetSettings
 from routed_experts.fleet.spec import ReplicaSpec, group_template, host_bundle
 from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.formats.wire import PAYLOAD_KEY, WEIGHTS_KEY
 from routed_experts.server.limits import ServerSettings
 
-_THREADS = 16  # calls of one engine at once: a pause must reach it while it generates
+# Calls of one engine at once. Those that wait for tokens have threads of their own: a pause or a push lets them wait,
+# and the call that ends it must get a thread meanwhile.
+_GENERATION, _GENERATION_THREADS = "generation", 16
+_CONTROL_THREADS = 8
+_OTHER_UPDATE = ("weights_prepared", "update_in_progress")  # codes of an engine that another call has prepared
+SHUTDOWN_S = 20.0  # in which an engine ends by itself; then it is killed
 _T = TypeVar("_T")
 
 
@@ -38,7 +57,13 @@ class EngineActor:
         if follower_bundles:
             group = import_ray("ray.util").get_current_placement_group()
             dist, self._followers = start_followers(spec, placement_group=group, bundle_indices=follower_bundles)
-        self._engine = Engine(**dataclasses.asdict(spec.args), **spec.parts, experts=spec.experts, dist=dist)
+        self._engine = Engine(
+            **dataclasses.asdict(spec.args),
+            **spec.parts,
+            experts=spec.experts,
+            dist=dist,
+            seed_stream=actor_id(),
+        )
 
     def ready(self) -> dict[str, object]:
         """Wait until the engine is ready; returns its stats."""
@@ -128,7 +153,7 @@ class EngineActor:
 
 class EngineGroup:
     """Several engines, one actor each: `actors`. Its methods call all of them and raise what one raises;
-    ReplicaLostError for one that has died."""
+    ReplicaLostError for one that has ended, by itself or with one of its processes."""
 
     def __init__(self, actors: Sequence[Any], *, owned_placement_group: Any = None) -> None:
         self.actors = list(actors)
@@ -181,16 +206,18 @@ class EngineGroup:
         self, input_ids: Sequence[Sequence[int]], sampling_params: Mapping[str, object] | None = None, **options: Any
     ) -> list[dict[str, Any]]:
         """Generate for prompts of token ids, which are divided evenly among the engines; n > 1 gives n results a
-        prompt, in order. `options`: other keywords of `Engine.generate`. Each result has `text`, `output_ids` and
-        `meta_info`; with return_routed_experts also `routed_experts` (uint8 or uint16 [R, M, K]), `start`, `layer_ids`,
-        `version_spans` and `version_labels` (the label of each count); with return_routed_experts_weights
-        `routed_experts_weights` (float32 or bfloat16 [R, M, K])."""
-        parts = _deal(input_ids, len(self.actors))
-        calls = [
-            actor.generate.remote(part, sampling_params, options)
-            for actor, part in zip(self.actors, parts, strict=True)
-            if part
-        ]
+        prompt, in order. `options`: other keywords of `Engine.generate`, also with one value a prompt. Each result has
+        `text`, `output_ids` and `meta_info`; with return_routed_experts also `routed_experts` (uint8 or uint16
+        [R, M, K]), `start`, `layer_ids`, `version_spans` and `version_labels` (the label of each count); with
+        return_routed_experts_weights `routed_experts_weights` (float32 or bfloat16 [R, M, K]). Raises what
+        `Engine.generate` raises, and InvalidRequestError for `stream`, for prompts that are no lists of ids, and for
+        one `rid` of several prompts."""
+        actors, calls = self._living(), list[Any]()
+        dealt = _deal_options(input_ids, {"sampling_params": sampling_params, **options}, len(actors))
+        for actor, part, own in zip(actors, _deal(input_ids, len(actors)), dealt, strict=True):
+            if part:
+                params = own.pop("sampling_params")
+                calls.append(actor.generate.remote(part, params, own))
         return [result for results in self._get(calls) for result in results]
 
     def score(
@@ -204,11 +231,12 @@ class EngineGroup:
         """Score sequences, which are divided evenly among the engines: `token_ids` (int32 [S]), `logprobs`
         (float32 [S-1]), `weight_version` (label), `update_count`, and the rows as in `generate`, with combine weights
         where they are recorded."""
-        ids, rows = _deal(token_ids, len(self.actors)), None if routed is None else _deal(routed, len(self.actors))
+        actors = self._living()
+        ids, rows = _deal(token_ids, len(actors)), None if routed is None else _deal(routed, len(actors))
         options = {"replay_weights": replay_weights, "return_routed_experts": return_routed_experts}
         calls = [
             actor.score.remote(part, None if rows is None else rows[index], options)
-            for index, (actor, part) in enumerate(zip(self.actors, ids, strict=True))
+            for index, (actor, part) in enumerate(zip(actors, ids, strict=True))
             if part
         ]
         return [result for results in self._get(calls) for result in results]
@@ -216,14 +244,20 @@ class EngineGroup:
     def prepare_weights(self, path: str | Path, *, version: str | int | None = None) -> None:
         """Load and check a checkpoint on all engines beside what they serve. `version` is its label; None keeps the
         served one. Raises InvalidRequestError for a label that is none, and WeightsMismatchError naming engines that
-        refuse; then nothing is prepared on any."""
+        refuse; then nothing is prepared on any. Raises InvalidRequestError (`weights_prepared`) or
+        UpdateInProgressError where another call has prepared weights, or does; what that call prepares stays."""
         version = None if version is None else to_label(version, param="version")
         outcomes = self._outcomes("prepare_weights", str(path), version)
-        refused = [f"engine {index}: {outcome}" for index, outcome in outcomes.items() if outcome is not None]
-        if refused:
-            self._outcomes("drop_weights")
-            self._raise_lost(outcomes)
-            raise WeightsMismatchError(f"{'; '.join(refused)}; the old weights serve on in all engines", param="path")
+        refused = {index: outcome for index, outcome in outcomes.items() if outcome is not None}
+        if not refused:
+            return
+        self._outcomes("drop_weights", indices=[index for index, outcome in outcomes.items() if outcome is None])
+        self._raise_failed(outcomes)
+        for error in refused.values():
+            if isinstance(error, RoutedExpertsError) and error.code in _OTHER_UPDATE:
+                raise error
+        lines = "; ".join(f"engine {index}: {error}" for index, error in refused.items())
+        raise WeightsMismatchError(f"{lines}; the old weights serve on in all engines", param="path")
 
     def commit_weights(self, version: str | int | None = None, *, cache: str = "flush") -> None:
         """Swap to the prepared weights on all engines; no request starts with old weights after one has started with
@@ -268,8 +302,11 @@ class EngineGroup:
         return self._all("stats")
 
     def shutdown(self) -> None:
-        """End all engines, and the placement group if it was made here. Idempotent."""
-        self._outcomes("shutdown")
+        """End all engines, and the placement group if it was made here. An engine that has not ended within SHUTDOWN_S
+        is killed. Idempotent."""
+        calls = [actor.shutdown.remote() for actor in self.actors]
+        if calls:
+            self._ray.wait(calls, num_returns=len(calls), timeout=SHUTDOWN_S)
         for actor in self.actors:
             self._ray.kill(actor)
         self.actors = []
@@ -278,17 +315,28 @@ class EngineGroup:
             self._owned_group = None
 
     def _all(self, method: str, *arguments: Any) -> list[Any]:
-        return self._get([getattr(actor, method).remote(*arguments) for actor in self.actors])
+        return self._get([getattr(actor, method).remote(*arguments) for actor in self._living()])
+
+    def _living(self) -> list[Any]:
+        """The engines. Raises EngineDeadError after `shutdown`."""
+        if not self.actors:
+            raise EngineDeadError("this EngineGroup has no engine, for it was shut down; create another one")
+        return self.actors
 
     def _get(self, calls: Sequence[Any]) -> list[Any]:
-        """The results of calls. Raises ReplicaLostError, or what a call raised."""
+        """The results of calls. Raises ReplicaLostError for an engine that has ended, or the error that a call
+        raised."""
         return _translated(lambda: self._ray.get(list(calls)))
 
-    def _outcomes(self, method: str, *arguments: Any) -> dict[int, Exception | None]:
-        """What a call of each engine raised, by its index."""
-        calls = [getattr(actor, method).remote(*arguments) for actor in self.actors]
+    def _outcomes(
+        self, method: str, *arguments: Any, indices: Sequence[int] | None = None
+    ) -> dict[int, Exception | None]:
+        """What a call of each engine, or of these, raised, by its index."""
+        actors = self._living()
+        chosen = range(len(actors)) if indices is None else indices
+        calls = {index: getattr(actors[index], method).remote(*arguments) for index in chosen}
         outcomes: dict[int, Exception | None] = {}
-        for index, call in enumerate(calls):
+        for index, call in calls.items():
             try:
                 self._get([call])
                 outcomes[index] = None
@@ -297,10 +345,12 @@ class EngineGroup:
         return outcomes
 
     @staticmethod
-    def _raise_lost(outcomes: Mapping[int, Exception | None]) -> None:
-        lost = next((error for error in outcomes.values() if isinstance(error, ReplicaLostError)), None)
-        if lost is not None:
-            raise lost
+    def _raise_failed(outcomes: Mapping[int, Exception | None]) -> None:
+        """Raise the error of an engine that has ended, or one that is no refusal."""
+        errors = [error for error in outcomes.values() if error is not None]
+        lost = [error for error in errors if isinstance(error, ReplicaLostError)]
+        for error in (*lost, *(error for error in errors if not isinstance(error, RoutedExpertsError))):
+            raise error
 
 
 def processes(nnodes: int, **timeouts: float) -> DistConfig:
@@ -319,15 +369,22 @@ def _start(
     strategy = strategies.PlacementGroupSchedulingStrategy(
         placement_group=placement_group, placement_group_bundle_index=indices[0]
     )
-    actor = ray.remote(EngineActor).options(
+    actor = _remote_class(ray).options(
         num_cpus=num_cpus,
         num_gpus=num_gpus,
         resources=taken,
         scheduling_strategy=strategy,
-        max_concurrency=_THREADS,
+        max_concurrency=_CONTROL_THREADS,
         max_restarts=0,
     )
     return actor.remote(spec, list(indices[1:]))
+
+
+def _remote_class(ray: Any) -> Any:
+    """EngineActor as Ray makes it: `generate` and `score` run in threads that no other call takes."""
+    for method in (EngineActor.generate, EngineActor.score):
+        ray.method(concurrency_group=_GENERATION)(method)
+    return ray.remote(concurrency_groups={_GENERATION: _GENERATION_THREADS})(EngineActor)
 
 
 def _check_bundles(placement_group: Any, indices: Sequence[int] | None, number: int) -> list[int]:
@@ -347,18 +404,42 @@ def _deal(values: Sequence[_T], number: int) -> list[list[_T]]:
     return [list(values[low:high]) for low, high in itertools.pairwise(bounds)]
 
 
+def _deal_options(prompts: Sequence[object], options: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
+    """The keywords of `Engine.generate` for each of `number` engines: those with a value a prompt are dealt with the
+    prompts. Raises InvalidRequestError for what no engine could see: see EngineGroup.generate."""
+    if options.get("stream"):
+        text = f"{PARAM}=True is not served by an EngineGroup, which returns whole answers; leave it out"
+        raise InvalidRequestError(text, param="stream", code="unsupported_parameter")
+    if not isinstance(prompts, list | tuple | np.ndarray) or not (len(prompts) == 0 or is_nested(prompts)):
+        text = f"{PARAM} must be a list of prompts, each a list of token ids; this is {short_repr(prompts)}"
+        raise InvalidRequestError(text, param="input_ids")
+    if isinstance(options.get("rid"), str) and len(prompts) > 1:
+        text = f"{PARAM}={short_repr(options['rid'])} is one id for {len(prompts)} prompts; give a list with an id each"
+        raise InvalidRequestError(text, param="rid")
+    own = {name: options[name] for name in (*PER_PROMPT, "token_ids_logprob") if name in options}
+    lists = split_by_prompt(GenerateReqInput(**own), len(prompts), is_batch=True).lists
+    dealt = {name: _deal(options[name], number) for name in lists}
+    return [{**options, **{name: parts[index] for name, parts in dealt.items()}} for index in range(number)]
+
+
 def _translated(get: Callable[[], list[Any]]) -> list[Any]:
     exceptions = import_ray("ray.exceptions")
     try:
         return get()
     except exceptions.RayActorError as error:
-        text = f"an engine of the group has ended ({' '.join(str(error).split())[:200]})"
-        raise ReplicaLostError(f"{text}; create the group again") from error
+        raise _lost(error) from error
     except exceptions.RayTaskError as error:
         cause: Any = error.cause
-        if isinstance(cause, InvalidRequestError | ConfigError):
+        if isinstance(cause, EngineDeadError):
+            raise _lost(cause) from error
+        if isinstance(cause, RoutedExpertsError):
             raise cause from error
         raise
+
+
+def _lost(error: Exception) -> ReplicaLostError:
+    text = f"an engine of the group has ended ({' '.join(str(error).split())[:200]})"
+    return ReplicaLostError(f"{text}; create the group again")
 
 
 def _with_arrays(result: dict[str, Any]) -> dict[str, Any]:

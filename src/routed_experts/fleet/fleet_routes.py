@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from routed_experts.core.errors import InvalidRequestError, field_names
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.core.weight_version import WeightVersion
+from routed_experts.engine.control.admission_control import parse_pause_mode
 from routed_experts.engine.control.memory_control import MEMORY_TAGS
 from routed_experts.fleet.link import Link
 from routed_experts.fleet.messages import Answer, CoordinatorLost, FleetStatus, Refusal, RouteAnswer, RouteCall
@@ -49,9 +50,12 @@ from routed_experts.server.protocol import (
     UpdateWeightVersionRequest,
 )
 from routed_experts.server.routing import routes as routing_routes
+from routed_experts.server.sse import run_until_disconnect
 from routed_experts.server.state import ServerState
 
 ASK_S = 10.0
+FLUSH_S = 2 * HOLD_S + 2 * COMMIT_S  # also before an update that finds one under way
+GONE_S = 0.02  # in which the end of a connection is noticed that is read together with its request
 METRICS_S = 2.0  # a scrape has a short time of its own: a replica that does not answer is left out
 _MADE_ID = re.compile(r"(?:[a-z]+-)?(r[0-9]+)-[0-9a-f]{32}")  # by a replica: prefix of the dialect, tag, random digits
 _SERVE_ID = re.compile(rb"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # made by Ray Serve for a request without one
@@ -224,9 +228,7 @@ class FleetRoutes:
     async def flush_cache(self, request: Request, server: ServerState) -> Response:
         """Drop all cached prefixes of all replicas; refused for all while requests run on one."""
         drafts = parse_drafts(request)
-        answers: dict[str, Answer] | Refusal = await self._call(
-            "flush", drafts=drafts, timeout_s=2 * HOLD_S + 2 * COMMIT_S
-        )
+        answers: dict[str, Answer] | Refusal = await self._call("flush", drafts=drafts, timeout_s=FLUSH_S)
         return json_response({"success": True, "freed_pages": sum(_values(_checked(answers)))})
 
     async def remember_rollouts(self, request: Request, server: ServerState) -> Response:
@@ -325,7 +327,7 @@ class FleetRoutes:
         with field_names({"model_path": "weight_dir"}):
             await asyncio.to_thread(folder_under_root, server.settings.weights_root, path)
         label = parse_label(fields.weight_version, param="weight_version")
-        version = await self._update(path, label, "flush" if fields.flush_cache is True else "keep")
+        version = await self._update(request, path, label, "flush" if fields.flush_cache is True else "keep")
         return json_response({"status": "ok", "success": True, **version.to_json()})
 
     async def update_weights_from_disk(self, request: Request, server: ServerState) -> Response:
@@ -335,7 +337,8 @@ class FleetRoutes:
         await asyncio.to_thread(folder_under_root, server.settings.weights_root, fields.model_path)
         label = parse_label(fields.weight_version, param="weight_version")
         cache = "keep" if fields.flush_cache is False else "flush"
-        version = await self._update(fields.model_path, label, cache, abort_first=fields.abort_all_requests is True)
+        aborts = fields.abort_all_requests is True
+        version = await self._update(request, fields.model_path, label, cache, abort_first=aborts)
         return json_response({"success": True, "message": "updated", **version.to_json()})
 
     async def update_weight_version(self, request: Request, server: ServerState) -> Response:
@@ -343,7 +346,8 @@ class FleetRoutes:
         fields = (await read_body(request, UpdateWeightVersionRequest, server.settings)).value
         label = parse_label(fields.new_version, param="new_version")
         check_awake(server.accepting_engine)
-        version = await self._update(None, label, "keep", abort_first=fields.abort_all_requests is not False)
+        aborts = fields.abort_all_requests is not False
+        version = await self._update(request, None, label, "keep", abort_first=aborts)
         return json_response({"success": True, "message": "updated", "new_version": version.label, **version.to_json()})
 
     async def _of_owner(self, request: Request, local: Callable[[], Awaitable[Response]]) -> Response:
@@ -375,9 +379,10 @@ class FleetRoutes:
         raise unknown
 
     async def _pause(self, server: ServerState, mode: str) -> None:
+        parse_pause_mode(mode)
         timeout_s = server.settings.request_timeout if mode == "wait" else ASK_S
-        await self._set_pause(mode)  # before: a replica that joins meanwhile is not asked
-        _values(await self._ask_all("pause", timeout_s=timeout_s, mode=mode))
+        answers: dict[str, Answer] | Refusal = await self._call("pause", mode, timeout_s, timeout_s=timeout_s + ASK_S)
+        _values(_checked(answers))
 
     async def _set_pause(self, mode: str | None) -> None:
         refusal: Refusal | None = await self._call("set_pause", mode)
@@ -409,8 +414,17 @@ class FleetRoutes:
             loads += [{**load, "replica": tag} for load in msgspec.json.decode(answer.body)["loads"]]
         return loads
 
-    async def _update(self, model_path: str | None, label: str | None, cache: str, **more: Any) -> WeightVersion:
-        timeout_s = self._update_s + HOLD_S + 3 * COMMIT_S
+    async def _update(
+        self, request: Request, model_path: str | None, label: str | None, cache: str, **more: Any
+    ) -> WeightVersion:
+        """Update all replicas, for a client that is still there: a replica that was stopped finds requests whose
+        clients have left, perhaps before others have updated. Raises ClientGone, and ApiError also where a proxy may
+        hide that the client has left."""
+        await run_until_disconnect(request, asyncio.sleep(GONE_S), timeout_s=ASK_S)
+        if (stop_s := self._link.recent_stop_s) is not None:
+            text = f"this replica did not run for {stop_s:.0f} s, and the request may be older than that"
+            raise unavailable(f"{text}; nothing is updated, so send it again", code="fleet_unavailable")
+        timeout_s = FLUSH_S + self._update_s + HOLD_S + 3 * COMMIT_S
         result: WeightVersion | Refusal = await self._call(
             "update", model_path, label, cache, timeout_s=timeout_s, **more
         )

@@ -11,6 +11,7 @@ from routed_experts.core.errors import InvalidRequestError, RoutedExpertsError
 from routed_experts.core.weight_version import WeightVersion
 from routed_experts.fleet.coordinator import POLL_S
 from routed_experts.fleet.messages import Answer, CoordinatorLost, Joined, Refusal, Report, Task
+from routed_experts.fleet.stop_clock import StopClock
 
 CALL_S = 10.0
 RETRY_S = 0.2
@@ -43,6 +44,12 @@ class Link:
         self._instance = ""
         self._running: dict[tuple[str, int], asyncio.Task[None]] = {}  # by instance of the coordinator, and task
         self._loop_task: asyncio.Task[None] | None = None
+        self._stop_clock: StopClock | None = None
+
+    @property
+    def recent_stop_s(self) -> float | None:
+        """The seconds for which this process did not run, where that has only just ended."""
+        return None if self._stop_clock is None else self._stop_clock.recent_stop_s
 
     async def join(self, timeout_s: float) -> Joined:
         """Join as a new replica, and wait for an update that is under way. Raises CoordinatorLost, after `timeout_s`
@@ -60,19 +67,25 @@ class Link:
 
     async def take_over(self, load: Callable[[str | None, WeightVersion], Awaitable[None]], timeout_s: float) -> Joined:
         """Join as a new replica and take over what the fleet has: its weights, by `load`, its pause and its released
-        memory. Raises CoordinatorLost, and what the replica refuses."""
+        memory. Raises CoordinatorLost, and what the replica refuses, but for a pause: the replica serves without it."""
         joined = await self.join(timeout_s)
         if joined.version.update_count != (await self._report()).version.update_count:
             await load(joined.model_path, joined.version)
             joined = await self.call("synced", joined.tag)
         if joined.pause is not None:
-            await self._operations["pause"](mode=joined.pause)
+            try:
+                await self._operations["pause"](mode=joined.pause)
+            except RoutedExpertsError as error:
+                logger.error(
+                    "replica %s does not take the pause %r of the fleet over: %s", self.tag, joined.pause, error
+                )
         if joined.released:
             await self._operations["release_memory"](tags=list(joined.released), running="retract")
         return joined
 
     def start(self) -> None:
         """Begin to carry out tasks."""
+        self._stop_clock = StopClock.start()
         self._loop_task = asyncio.create_task(self._run())
 
     async def call(self, method: str, *arguments: Any, timeout_s: float = CALL_S, **more: Any) -> Any:

@@ -30,6 +30,12 @@ def import_ray(module: str = "ray") -> Any:
     return import_optional(module, purpose="a fleet of replicas", extra="ray")
 
 
+def actor_id() -> str:
+    """The id that Ray has given to the actor of this process, and gives to no other actor of the cluster."""
+    found: str = import_ray().get_runtime_context().get_actor_id()
+    return found
+
+
 async def probe(handle: Any) -> None:
     """Raise MemberGone where the actor is dead. One that is only out of reach is not."""
     exceptions = import_ray("ray.exceptions")

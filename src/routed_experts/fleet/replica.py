@@ -24,7 +24,7 @@ from routed_experts.fleet.follower_actor import start_followers
 from routed_experts.fleet.link import Link, to_refusal
 from routed_experts.fleet.messages import CoordinatorLost
 from routed_experts.fleet.operations import Operations, weight_member
-from routed_experts.fleet.ray_runtime import CoordinatorClient, import_ray
+from routed_experts.fleet.ray_runtime import CoordinatorClient, actor_id, import_ray
 from routed_experts.fleet.serve_environment import HAPROXY, PYTHON_PROXY, check_proxy
 from routed_experts.fleet.spec import ReplicaSpec
 from routed_experts.server.app import make_app
@@ -138,6 +138,7 @@ class Replica:
             experts=spec.experts,
             dist=dist,
             self_check=True,
+            seed_stream=actor_id(),
             on_phase=_print_phase,
         )
 

@@ -6,7 +6,7 @@ new version is the fleet's: a replica that does not follow is evicted. Between h
 replica, so that no request that starts later starts with older weights."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from routed_experts.core.weight_version import WeightVersion
@@ -38,7 +38,12 @@ Evict = Callable[[Member, str], Awaitable[None]]  # ends a replica that is not o
 
 
 class UpdateRefused(Exception):
-    """The update did not happen; every replica has the old weights."""
+    """The update did not happen; every replica has the old weights. `is_late`: none has refused it, and some have not
+    answered in time."""
+
+    def __init__(self, message: str, *, is_late: bool = False) -> None:
+        super().__init__(message)
+        self.is_late = is_late
 
 
 class NoReplicaLeft(UpdateRefused):
@@ -55,11 +60,13 @@ async def update(
     evict: Evict,
     on_decided: Callable[[], None],
     before_commit: Callable[[], Awaitable[object]] | None = None,
+    spawn: Callable[[Coroutine[Any, Any, None]], object] = asyncio.ensure_future,
 ) -> None:
     """Bring all members to the weights in `model_path`, or (None) the served ones to another version. `on_decided` is
     called before the first commit, and `before_commit`, which takes up to ABORT_S, before that, when no member has
     refused. Then all members hold again: one whose time was over meanwhile has opened. Members that die are out. Raises
-    UpdateRefused naming who refused and why; then nothing has changed."""
+    UpdateRefused naming who refused and why; then nothing has changed. A member that was late is released by a task of
+    `spawn`, and not waited for again."""
     answers = await _ask(members, "prepare", timeout_s=prepare_s, model_path=model_path, version=version)
     refused = _refusals(answers, f"has not loaded the weights within weight_update_timeout={prepare_s:g} s")
     late_hold = f"has not held its requests within {HOLD_S:g} s"
@@ -73,10 +80,13 @@ async def update(
         answers = await _ask(members, "hold", timeout_s=HOLD_S)
         refused = _refusals(answers, late_hold)
     if not refused and not _alive(members, answers):
-        refused = ["no replica is left"]
+        raise NoReplicaLeft(f"no replica is left to swap to update {version.update_count}")
     if refused:
-        await _ask(_alive(members, answers), "release", timeout_s=COMMIT_S)
-        raise UpdateRefused("; ".join(refused))
+        late = [member for member in members if isinstance(answers.get(member.tag), TimeoutError)]
+        if late:
+            spawn(_release(late))
+        await _release([member for member in _alive(members, answers) if member not in late])
+        raise UpdateRefused("; ".join(refused), is_late=len(refused) == len(late))
     members = _alive(members, answers)
     on_decided()
     answers = await _ask(members, "commit", timeout_s=COMMIT_S, update_count=version.update_count, cache=cache)
@@ -84,7 +94,7 @@ async def update(
     members = _alive(members, answers)
     if not members:
         raise NoReplicaLeft(f"no replica has swapped to update {version.update_count}, and all have ended")
-    await _ask(members, "release", timeout_s=COMMIT_S)
+    await _release(members)
 
 
 async def heal(
@@ -113,7 +123,7 @@ async def heal(
         answers = await _ask(behind, "commit", timeout_s=COMMIT_S, update_count=count, cache="flush")
         await _evict_refusing(behind, answers, evict)
         members = [member for member in members if member not in behind or member in _alive(behind, answers)]
-    await _ask(members, "release", timeout_s=COMMIT_S)
+    await _release(members)
     return version, path
 
 
@@ -129,6 +139,11 @@ async def _ask(members: Sequence[Member], operation: str, *, timeout_s: float, *
         if isinstance(result, BaseException) and not isinstance(result, MemberGone | TimeoutError):
             raise result
     return {member.tag: result for member, result in zip(members, results, strict=True)}
+
+
+async def _release(members: Sequence[Member]) -> None:
+    """Drop what is prepared, and open."""
+    await _ask(members, "release", timeout_s=COMMIT_S)
 
 
 def _refusals(answers: Answers, late: str) -> list[str]:

@@ -1,8 +1,8 @@
 """The training forward: whole sequences through the serving module, with live or replayed routing.
 
-Differentiable; ids are inputs, so scan, remat and sharding see the same ids. Live routing is a replay in which no
-row is valid: one graph for both, so that a compiler fuses and rounds them alike. Dims: B sequences, S tokens of a
-sequence, M MoE layers, K experts per token, V vocabulary."""
+Differentiable, but for backends of NO_GRADIENT; ids are inputs, so scan, remat and sharding see the same ids. Live
+routing is a replay in which no row is valid: one graph for both, so that a compiler fuses and rounds them alike.
+Dims: B sequences, S tokens of a sequence, M MoE layers, K experts per token, V vocabulary."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.custom_derivatives import linear_call
 from jaxtyping import Array, Float, Int, UInt, UInt8
 
 from routed_experts.core.capture_spec import CaptureSpec
@@ -29,6 +30,7 @@ from routed_experts.replay.batch import RoutedBatch
 from routed_experts.replay.check import layers_with_repeats
 from routed_experts.replay.recorder import BalanceRecorder, RoutingRecorder
 
+NO_GRADIENT = ("tiled",)  # names of backends whose loop has no gradient in reverse mode
 _OF_PADDING = np.iinfo(np.int32).min  # the segment of places without a token
 
 
@@ -65,23 +67,18 @@ def forward(
     default counted from the first token of each segment behind its padding. `remat` computes layers again in the
     backward pass, but never the choice of experts. `balance_on` counts slots and probabilities of the experts by layer
     (`ForwardOutput.balance`), of what was "executed" or of what the live router chose ("native"); padding is left out.
+    `backend` runs the experts: "grouped" and "reference" of MOE_BACKENDS, and PERMUTED of layers/permuted_moe.py, are
+    differentiable; "tiled" is for a forward without gradients.
     `repeats_in_layers`: hidden-layer indices of hash-routed layers, as in `align`.
     Sequences may be longer than the context of config.json, but not where the model computes something else there:
     dynamic positions past `max_position_embeddings`, longrope past `original_max_position_embeddings`, and a
     sliding window or chunk as wide as the context, past its end (`model.config.position_limit`).
     Raises, at trace time, InvalidRequestError for tokens, positions or segments that are no integers [B, S], for
-    sequences above that limit, or another `balance_on` or `backend`, and RoutingAlignmentError for a `routed` of other
-    shapes than the tokens'; outside jit also for tokens and rows out of range. Under jit positions, segments and
-    padding cannot be read: with any of them the caller keeps sequences within the limit."""
-    if balance_on is not None and balance_on not in BALANCE_ON:
-        raise InvalidRequestError(
-            f"balance_on={balance_on!r} is unknown; choose {', '.join(BALANCE_ON)} or None", param="balance_on"
-        )
-    if not isinstance(backend, MoeBackend):
-        raise InvalidRequestError(
-            f"backend={backend!r} is no MoeBackend; give one of MOE_BACKENDS: {', '.join(MOE_BACKENDS)}",
-            param="backend",
-        )
+    sequences above that limit, for another `balance_on` or `backend`, and for a gradient through "tiled", and
+    RoutingAlignmentError for a `routed` of other shapes than the tokens'; outside jit also for tokens and rows out of
+    range. Under jit positions, segments and padding cannot be read: with any of them the caller keeps sequences within
+    the limit."""
+    _check_choices(balance_on, backend)
     _check_shapes(tokens, positions, segment_ids)
     (batch, length), spec, replays = tokens.shape, model.config.capture_spec, routed is not None
     if routed is None and spec is not None:
@@ -145,7 +142,44 @@ def forward(
         ids = recorded.rows().reshape(batch, length, -1, recorded.spec.top_k) if return_routed else None
         slot_miss = recorded.slot_miss.T.reshape(batch, length, -1)
         balance = None if recorded.balance is None else recorded.balance.result()
-    return ForwardOutput(model.logits(hidden).reshape(batch, length, -1), ids, slot_miss, balance)
+    output = ForwardOutput(model.logits(hidden).reshape(batch, length, -1), ids, slot_miss, balance)
+    if spec is None or backend.name not in NO_GRADIENT:
+        return output
+    return jax.tree.map(lambda x: _without_gradient(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, output)
+
+
+@jax.custom_jvp
+def _without_gradient(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return `x`. Its gradient in reverse mode is refused before JAX meets the loop."""
+    return x
+
+
+@_without_gradient.defjvp
+def _refuse_gradient(
+    primals: tuple[Float[Array, "..."]], tangents: tuple[Float[Array, "..."]]
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    def transpose(residuals: tuple[()], cotangent: Float[Array, "..."]) -> Float[Array, "..."]:
+        text = f"backend={NO_GRADIENT[0]!r} has no gradients: its loop over tiles has no reverse mode"
+        raise InvalidRequestError(f"{text}; give one of MOE_BACKENDS: {_listed_backends()}", param="backend")
+
+    return primals[0], linear_call(lambda residuals, tangent: tangent, transpose, (), tangents[0])
+
+
+def _listed_backends() -> str:
+    differentiable = [repr(name) for name in MOE_BACKENDS if name not in NO_GRADIENT]
+    return f"{', '.join(differentiable)} or, without gradients, {', '.join(map(repr, NO_GRADIENT))}"
+
+
+def _check_choices(balance_on: object, backend: object) -> None:
+    """Raise InvalidRequestError for an unknown balance, or what is no backend."""
+    if balance_on is not None and balance_on not in BALANCE_ON:
+        raise InvalidRequestError(
+            f"balance_on={balance_on!r} is unknown; choose {', '.join(BALANCE_ON)} or None", param="balance_on"
+        )
+    if not isinstance(backend, MoeBackend):
+        raise InvalidRequestError(
+            f"backend={backend!r} is no MoeBackend; give one of MOE_BACKENDS: {_listed_backends()}", param="backend"
+        )
 
 
 def _check_shapes(tokens: Any, positions: Any, segment_ids: Any) -> None:

@@ -55,6 +55,21 @@ def test_both_replicas_give_the_answers_of_one_model(client):
     assert np.array_equal(*ids)
 
 
+def test_samples_without_a_seed_differ_between_replicas(client):
+    sampling = {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": 12}
+    samples = {}
+
+    def ask():
+        answer = client.post("/generate", json={"input_ids": PROMPT, "sampling_params": sampling}).json()
+        tag = MADE_ID.fullmatch(answer["meta_info"]["id"])[1]
+        samples.setdefault(tag, []).append(tuple(answer["output_ids"]))
+        return len(samples) == 2 and min(map(len, samples.values())) >= 6
+
+    wait_until(ask, pause=0.0)
+    drawn = [sample for found in samples.values() for sample in found]
+    assert len(set(drawn)) == len(drawn)
+
+
 def test_the_openai_client_completes_chats_and_streams(fleet):
     with openai.OpenAI(base_url=f"{fleet.url}/v1", api_key=KEY, max_retries=0, timeout=60) as client:
         (model,) = client.models.list()

@@ -102,12 +102,11 @@ def test_a_cluster_that_is_not_there_is_one_sentence(folders):
     check_refusal(done, 1, "ray_address='127.0.0.1:9': Ray is not reached")
 
 
-def test_an_engine_group_lives_in_the_bundles_that_it_is_given(cluster, folders):
-    """A driver of its own, as a framework has one: see `support/engine_group_driver.py`."""
-    address, _ = cluster
-    spec = {"address": address, "folders": str(folders)}
+def run_driver(module, cluster, folders, **more):
+    """A driver of its own, as a framework has one; what it passed."""
+    spec = {"address": cluster[0], "pid": cluster[1], "folders": str(folders), **more}
     done = subprocess.run(
-        [sys.executable, "-m", "support.engine_group_driver", json.dumps(spec)],
+        [sys.executable, "-m", module, json.dumps(spec)],
         env=environment(),
         capture_output=True,
         text=True,
@@ -115,7 +114,25 @@ def test_an_engine_group_lives_in_the_bundles_that_it_is_given(cluster, folders)
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == {"passed": True}
+    return json.loads(done.stdout.splitlines()[-1])["passed"]
+
+
+def test_an_engine_group_lives_in_the_bundles_that_it_is_given(cluster, folders):
+    assert run_driver("support.engine_group_driver", cluster, folders) is True
+
+
+def test_calls_of_an_engine_group_that_wait_take_no_thread_of_the_call_that_ends_the_wait(cluster, folders):
+    checks = ["push", "pause", "release"]
+    assert run_driver("support.engine_group_calls", cluster, folders, checks=checks) == checks
+
+
+def test_engines_of_a_group_draw_samples_of_their_own_and_keep_what_is_prepared(cluster, folders):
+    checks = ["samples", "prepared", "options"]
+    assert run_driver("support.engine_group_calls", cluster, folders, checks=checks) == checks
+
+
+def test_an_engine_of_a_group_whose_follower_has_died_is_a_lost_one(cluster, folders):
+    assert run_driver("support.engine_group_calls", cluster, folders, checks=["follower"]) == ["follower"]
 
 
 def test_followers_run_and_the_session_stays_on_one_replica(fleet, admin):

@@ -12,6 +12,15 @@ from routed_experts.engine.control.context import EngineContext
 from routed_experts.engine.loop.core import PauseMode
 
 
+def parse_pause_mode(mode: str) -> PauseMode:
+    """The mode of a pause. Raises InvalidRequestError for an unknown one."""
+    known = [pause_mode.value for pause_mode in PauseMode]
+    if mode not in known:
+        text = f"{PARAM}={short_repr(mode)} is unknown; choose one of {', '.join(known)}"
+        raise InvalidRequestError(text, param="mode")
+    return PauseMode(mode)
+
+
 class AdmissionControl:
     """Pause and hold of one engine. Thread-safe: both change on the engine thread."""
 
@@ -33,11 +42,7 @@ class AdmissionControl:
 
     def pause(self, mode: str) -> None:
         """`Engine.pause`."""
-        known = [pause_mode.value for pause_mode in PauseMode]
-        if mode not in known:
-            text = f"{PARAM}={short_repr(mode)} is unknown; choose one of {', '.join(known)}"
-            raise InvalidRequestError(text, param="mode")
-        pause_mode, thread = PauseMode(mode), self._context.thread
+        pause_mode, thread = parse_pause_mode(mode), self._context.thread
 
         def pause() -> None:
             self._context.core.pause(pause_mode)

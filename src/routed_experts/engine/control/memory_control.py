@@ -78,7 +78,9 @@ class MemoryControl:
             if arrays is not None:
                 core.update_weights(arrays, version=new, cache="flush")
             if "weights" in core.released:
-                text = "the weights were released; give state=, or call update_weights first"
+                of_group = self._context.components.group is not None
+                source = "call update_weights_from_disk" if of_group else "give state=, or call update_weights"
+                text = f"the weights were released; {source} first"
                 raise InvalidRequestError(text, param="state", code="weights_released")
             core.resume_memory()
 

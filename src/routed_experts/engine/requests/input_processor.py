@@ -3,6 +3,7 @@ typed error before a page is touched. Dims: S tokens of a prompt."""
 
 import collections
 import dataclasses
+import hashlib
 import itertools
 import secrets
 import threading
@@ -60,7 +61,9 @@ class RequestLimits:
 class InputProcessor:
     """Validates and tokenises. Thread-safe: its state is the source of seeds for requests without one, and the grammars
     that were compiled last. `before_grammar` is called before the first grammar is compiled, and may be called again:
-    it prepares the engine. So does `before_given_ids` for the first request that names ids."""
+    it prepares the engine. So does `before_given_ids` for the first request that names ids. Seeds are counted from
+    `random_seed`; with a `seed_stream` from a number that is hashed from both, so that engines of one random_seed have
+    series of their own."""
 
     def __init__(
         self,
@@ -68,6 +71,7 @@ class InputProcessor:
         tokenizer: Tokenizer | None,
         *,
         random_seed: int,
+        seed_stream: str | None = None,
         before_grammar: Callable[[], object] | None = None,
         before_given_ids: Callable[[], object] | None = None,
     ) -> None:
@@ -75,7 +79,7 @@ class InputProcessor:
         self._before_grammar, self._before_given_ids = before_grammar, before_given_ids
         self._compiler: GrammarCompiler | None = None
         self._compiler_lock = threading.Lock()
-        self._seeds = itertools.count((random_seed << 32) + (1 << 31))  # far from commonly chosen small seeds
+        self._seeds = itertools.count(_first_seed(random_seed, seed_stream))
 
     def process(
         self,
@@ -391,6 +395,14 @@ class InputProcessor:
                 f"{room}; name fewer stop_token_ids"
             )
             raise InvalidRequestError(text, param="min_tokens")
+
+
+def _first_seed(random_seed: int, stream: str | None) -> int:
+    """The seed that a series begins with: far from commonly chosen small seeds, and with room to count in an int64."""
+    if stream is None:
+        return (random_seed << 32) + (1 << 31)
+    digest = hashlib.blake2b(f"{random_seed} {stream}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest) >> 2) + (1 << 31)
 
 
 def _each_prompt(
