@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from routed_experts.core.errors import InvalidRequestError, WeightsMismatchError
+from routed_experts.core.extra_key import combine_keys
 from routed_experts.core.weight_version import WeightVersion
 from routed_experts.fleet import coordinator as module
 from routed_experts.fleet.fleet_routes import FleetRoutes
@@ -337,6 +338,29 @@ def test_a_replica_that_refuses_the_pause_of_the_fleet_starts_nevertheless(caplo
         late.operations = lambda: {**SimulatedMember.operations(late), "pause": refuse}
         links["late"] = await join(client, late)
         assert late.tag == "r2" and "replica r2 does not take the pause 'nap' of the fleet over" in caplog.text
+
+    in_fleet(test)
+
+
+def test_a_rollout_is_remembered_under_the_key_that_its_requests_have():
+    """As a single server has it: fields that no one knows are refused."""
+
+    async def test(world, client, links):
+        keys = []
+
+        async def remember(extra_key, **rollout):
+            keys.append(extra_key)
+
+        for link in links.values():
+            link._operations = {**link._operations, "remember": remember}
+        server = types.SimpleNamespace(settings=ServerSettings())
+        rollout = {"prompt_ids": [1, 2], "output_ids": [3], "extra_key": "c", "cache_salt": "ab"}
+        await FleetRoutes(links["r0"], 5.0).remember_rollouts(posted(rollout, is_gone=False), server)
+        assert keys == [combine_keys("c", "ab")] * len(links)
+        with pytest.raises(ApiError, match="'salt' is no parameter"):
+            await FleetRoutes(links["r0"], 5.0).remember_rollouts(
+                posted({**rollout, "salt": "ab"}, is_gone=False), server
+            )
 
     in_fleet(test)
 

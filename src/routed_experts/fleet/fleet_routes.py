@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from routed_experts.core.errors import InvalidRequestError, field_names
+from routed_experts.core.extra_key import combine_keys
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.core.weight_version import WeightVersion
 from routed_experts.engine.control.admission_control import parse_pause_mode
@@ -35,7 +36,7 @@ from routed_experts.server.admin.control_routes import (
     parse_label,
 )
 from routed_experts.server.app import TABLE, Entry, Handler
-from routed_experts.server.body import json_response, read_body
+from routed_experts.server.body import json_response, read_control
 from routed_experts.server.errors import ApiError, unavailable
 from routed_experts.server.generation_handler import to_seed
 from routed_experts.server.limits import RETRY_AFTER_S
@@ -233,21 +234,21 @@ class FleetRoutes:
 
     async def remember_rollouts(self, request: Request, server: ServerState) -> Response:
         """Take an answer to a prompt as a draft of later ones, on all replicas."""
-        rollout = (await read_body(request, RememberRolloutsRequest, server.settings)).value
+        rollout = await read_control(request, RememberRolloutsRequest, server.settings, strict=True)
         fields: dict[str, Any] = {
             "prompt_ids": rollout.prompt_ids,
             "output_ids": rollout.output_ids,
             "seed": to_seed(rollout.seed),
             "choice": rollout.choice or 0,
-            "extra_key": rollout.extra_key,
+            "extra_key": combine_keys(rollout.extra_key, rollout.cache_salt),
         }
         _values(await self._ask_all("remember", **fields))
         return json_response({"success": True})
 
     async def abort_request(self, request: Request, server: ServerState) -> Response:
         """End one call, or all of all replicas, with what they have."""
-        body = await read_body(request, AbortRequest, server.settings, allow_empty=True)
-        rid, abort_all = body.value.rid or None, body.value.abort_all is True
+        body = await read_control(request, AbortRequest, server.settings, allow_empty=True)
+        rid, abort_all = body.rid or None, body.abort_all is True
         if (rid is None) != abort_all:
             raise InvalidRequestError("send either rid, or abort_all true", param="rid")
         counts = _values(await self._ask_all("abort", rid=rid))
@@ -255,14 +256,14 @@ class FleetRoutes:
 
     async def pause_generation(self, request: Request, server: ServerState) -> Response:
         """Hold generation on all replicas; new requests queue until it continues."""
-        body = await read_body(request, PauseRequest, server.settings, allow_empty=True)
-        mode = body.value.mode or "abort"
+        body = await read_control(request, PauseRequest, server.settings, allow_empty=True)
+        mode = body.mode or "abort"
         await self._pause(server, mode)
         return json_response({"success": True, "status": "ok", "message": "generation is paused", "mode": mode})
 
     async def continue_generation(self, request: Request, server: ServerState) -> Response:
         """End a pause of all replicas."""
-        await read_body(request, ContinueRequest, server.settings, allow_empty=True)
+        await read_control(request, ContinueRequest, server.settings, allow_empty=True)
         await self._resume()
         return json_response({"success": True, "status": "ok", "message": "generation continues"})
 
@@ -276,7 +277,7 @@ class FleetRoutes:
 
     async def resume(self, request: Request, server: ServerState) -> Response:
         """End a pause of all replicas."""
-        await read_body(request, ContinueRequest, server.settings, allow_empty=True)
+        await read_control(request, ContinueRequest, server.settings, allow_empty=True)
         await self._resume()
         return json_response({"status": "resumed"})
 
@@ -332,7 +333,7 @@ class FleetRoutes:
 
     async def update_weights_from_disk(self, request: Request, server: ServerState) -> Response:
         """Serve the weights of another checkpoint of the same model on all replicas, or, where one refuses, on none."""
-        fields = (await read_body(request, UpdateWeightsRequest, server.settings)).value
+        fields = await read_control(request, UpdateWeightsRequest, server.settings)
         check_load_options(fields)
         await asyncio.to_thread(folder_under_root, server.settings.weights_root, fields.model_path)
         label = parse_label(fields.weight_version, param="weight_version")
@@ -343,7 +344,7 @@ class FleetRoutes:
 
     async def update_weight_version(self, request: Request, server: ServerState) -> Response:
         """Set the label of the weights of all replicas; also the same one again, which counts as an update."""
-        fields = (await read_body(request, UpdateWeightVersionRequest, server.settings)).value
+        fields = await read_control(request, UpdateWeightVersionRequest, server.settings)
         label = parse_label(fields.new_version, param="new_version")
         check_awake(server.accepting_engine)
         aborts = fields.abort_all_requests is not False
