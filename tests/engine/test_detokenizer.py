@@ -271,6 +271,46 @@ def test_raw_bytes_are_text_once_one_is_invalid(tokenizers):
     assert (stopping.push(ids), stopping.stopped) == ("\ufffd" * 5, "\ufffd\ufffd中")
 
 
+def test_raw_bytes_of_a_surrogate_are_invalid_from_the_second_on(tokenizers):
+    """No third byte makes a character of them, so the text is final, and a stop string is met there."""
+    tokenizer = tokenizers["byte fallback"]
+    ids = byte_ids(tokenizer, b"\xed\xa0\x80")
+    detokenizer, stopping = (IncrementalDetokenizer(tokenizer, stop=stop) for stop in ((), ("\ufffd",)))
+    assert [detokenizer.push([token]) for token in ids] == ["", "\ufffd" * 2, "\ufffd"]
+    assert (stopping.push(ids), stopping.stopped, stopping.num_tokens) == ("", "\ufffd", 2)
+    whole = IncrementalDetokenizer(tokenizer)
+    assert whole.push(byte_ids(tokenizer, "\ud7ff".encode())) + whole.finish() == "\ud7ff"
+
+
+def test_what_an_abort_ends_has_the_text_that_was_held_and_no_stop_string(tokenizers):
+    for text, stop in (("ab", "abz"), ("ab\n", "ab\nz"), ("\n", "\n\n")):
+        tokenizer = tokenizers["byte fallback"]
+        ids = [i for part in text for i in (tokenizer.encode(part) if part != "\n" else byte_ids(tokenizer, b"\n"))]
+        detokenizer = IncrementalDetokenizer(tokenizer, stop=(stop,))
+        expected = IncrementalDetokenizer(tokenizer)
+        assert detokenizer.push(ids) + detokenizer.finish(search=False) == expected.push(ids) + expected.finish()
+        assert detokenizer.stopped is None
+
+
+def test_a_copy_within_a_run_of_raw_bytes_reads_ahead_by_itself(tokenizers):
+    tokenizer = tokenizers["byte fallback"]
+    (newline,), (word,) = byte_ids(tokenizer, b"\n"), tokenizer.encode("中")
+    first = IncrementalDetokenizer(tokenizer, stop=("\n\n\n",))
+    assert first.push([newline, newline]) == ""
+    other = first.fork()
+    assert other.push([word, newline, newline]) == "\n\n中" and other.stopped is None
+    assert (first.push([newline]), first.stopped) == ("", "\n\n\n")
+    assert (other.push([newline]), other.stopped) == ("", "\n\n\n")
+
+
+def test_raw_bytes_behind_a_word_are_read_ahead_in_its_context(tokenizers):
+    """The decoder strips a space at the beginning of a text alone."""
+    tokenizer = tokenizers["byte fallback"]
+    detokenizer = IncrementalDetokenizer(tokenizer, stop=(" \n",))
+    ids = [*tokenizer.encode("中"), *byte_ids(tokenizer, b" \n")]
+    assert (detokenizer.push(ids), detokenizer.stopped) == ("中", " \n")
+
+
 def test_raw_bytes_before_min_tokens_meet_no_stop_string(tokenizers):
     tokenizer = tokenizers["byte fallback"]
     newline, (word,) = byte_ids(tokenizer, b"\n"), tokenizer.encode("中")

@@ -247,8 +247,8 @@ def test_sigterm_lets_the_running_end_with_what_they_have_and_exits_0(process):
             answers = [line for line in lines if line.startswith("data: ")]
     assert answers[-1] == "data: [DONE]"
     last = httpx.Response(200, content=answers[-2].removeprefix("data: ")).json()
-    assert last["meta_info"]["finish_reason"]["type"] in ("abort", "length")
-    assert "the caller" not in last["meta_info"]["finish_reason"].get("message", "")
+    reason = last["meta_info"]["finish_reason"]
+    assert reason["type"] == "length" or reason["message"].startswith("the server shut down")
     record = record_from_response(last)
     assert record.num_rows == len(last["output_ids"])  # one prompt token
     assert running.wait(10) == 0
@@ -444,7 +444,7 @@ def test_an_answer_that_a_shutdown_ends_says_so(tmp_path, timeout_s, num_signals
         opened.pause(mode="in_place")  # it cannot end by itself
         running = pool.submit(http.post, "/generate", json=body)
         while opened.thread.is_idle:
-            continue
+            assert not running.done()
         for _ in range(num_signals):
             process._server.handle_exit(signal.SIGTERM, None)
         reason = running.result(30).json()["meta_info"]["finish_reason"]

@@ -36,7 +36,7 @@ def check_tiles(ids, valid, num_experts, *, interpret):
     (num_rows, top_k), by_expert = ids.shape, {expert: [] for expert in range(num_experts)}
     for row in range(num_rows):
         for k in range(top_k):
-            if valid[row]:
+            if valid[row] and 0 <= ids[row, k] < num_experts:
                 by_expert[int(ids[row, k])].append(row * top_k + k)
     run = functools.partial(sort_slots, num_experts=num_experts, rows=ROWS, interpret=interpret)
     order, tables = jax.jit(run)(jnp.asarray(ids, jnp.int32), jnp.asarray(valid))
@@ -48,19 +48,24 @@ def check_tiles(ids, valid, num_experts, *, interpret):
             listed[expert] += order[start : min(start + rows, end)].tolist()
         assert listed == by_expert
         assert len(real) == sum(math.ceil(len(own) / rows) for own in by_expert.values())
-        assert (np.asarray(table)[:, 1] <= np.asarray(table)[:, 2]).all()
+        table = np.asarray(table)
+        assert (table[:, 1] <= table[:, 2]).all() and (np.diff(table[:, 0]) >= 0).all()
+        assert len(table) <= min(ids.size, ids.size // rows + num_experts)
 
 
 def cases(function):
-    """Rows of padding are the last ones, or all."""
+    """Rows of padding are the last ones, some in between, or all; "outside": of some rows an id is no expert."""
     kinds = pytest.mark.parametrize("kind", ["spread", "same"])
-    paddings = pytest.mark.parametrize("padding", ["none", "some", "all"])
+    paddings = pytest.mark.parametrize("padding", ["none", "last", "between", "outside", "all"])
     return kinds(paddings(pytest.mark.parametrize(("num_rows", "top_k", "num_experts"), SIZES)(function)))
 
 
 def case(kind, padding, num_rows, top_k, num_experts):
-    num_valid = {"none": num_rows, "some": num_rows // 2, "all": 0}[padding]
-    return some_ids(kind, num_rows, top_k, num_experts), np.arange(num_rows) < num_valid
+    ids, rows = some_ids(kind, num_rows, top_k, num_experts), np.arange(num_rows)
+    if padding == "outside":
+        ids[rows % 4 == 1, 0], ids[rows % 4 == 3, -1] = -1, num_experts
+    valid = {"last": rows < num_rows // 2, "between": rows % 3 != 1, "all": rows < 0}
+    return ids, valid.get(padding, rows >= 0)
 
 
 @cases

@@ -13,6 +13,7 @@ import pytest
 
 from layers.gpu.test_gpu_codes import HALF, SUMS, numbers, random_halves, random_rows, random_weight, wide
 from routed_experts.layers.gpu.linear import LinearTile, partial_sums
+from routed_experts.layers.gpu.paged_softmax import scales_heads
 from routed_experts.layers.gpu.scaled_rows import scale_rows
 from routed_experts.layers.gpu.split_attention import decode_attention, verify_attention
 from routed_experts.layers.quantized import ScaledRows
@@ -137,6 +138,10 @@ def check_heads(kernel, splits, dim, *, interpret):
     np.testing.assert_array_equal(np.asarray(scaled.values[:num_tokens]), np.asarray(expected.values))
     np.testing.assert_array_equal(np.asarray(scaled.inverse[:num_tokens]), np.asarray(expected.inverse))
     assert scaled.inverse.shape == (queries.shape[0], seqs.heads) and np.ptp(np.log2(expected.inverse)) > 60
+
+
+def test_heads_are_scaled_whose_values_a_block_has():
+    assert [dim for dim in (16, 32, 64, 80, 96, 128, 192, 256, 512) if scales_heads(dim)] == [64, 128]
 
 
 def heads(function):

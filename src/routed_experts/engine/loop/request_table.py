@@ -159,7 +159,8 @@ class RequestTable:
         if entry.detokenizer is not None:
             text = "".join(entry.text)
             entry.text.clear()
-            if reason is not None and is_finished:
+            if is_finished:
+                assert reason is not None, req.rid
                 ends_itself = reason.type in ("stop", "length")
                 text += entry.detokenizer.finish(search=ends_itself)
                 if ends_itself and entry.detokenizer.stopped is not None:  # perhaps in what was held back

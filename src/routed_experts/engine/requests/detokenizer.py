@@ -132,7 +132,7 @@ class IncrementalDetokenizer:
         return "" if match is None else self._cut(self._held + self._text.flush(), len(unread), match)
 
     def _match(self, unread: str) -> tuple[str, int] | None:
-        """Feed the matcher; text of the tokens before min_tokens is not searched."""
+        """Feed the matcher; text that becomes final, or complete, before min_tokens is not searched."""
         return None if self.num_tokens < self._min_tokens else self._matcher.feed(unread)
 
     def _cut(self, pending: str, num_unread: int, match: tuple[str, int]) -> str:
@@ -250,7 +250,8 @@ class _WindowText:
         self._waiting: list[int] = []
         self._rest = b""  # of an unfinished character of the run
         self._is_broken = False  # the run has an invalid byte
-        self._num_ahead, self._ahead_context = 0, self._context  # of the run: read ahead, and its last character
+        self._num_ahead = 0  # tokens of the run that were read ahead
+        self._ahead_context = self._context  # those of its last character
         self.work = 0
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -271,11 +272,15 @@ class _WindowText:
         try:
             _, consumed = codecs.utf_8_decode(data, "strict", False)
         except UnicodeDecodeError:
-            text = self.flush()
-            self._is_broken = True
-            return text
+            return self._flush_broken()
         self._rest = data[consumed:]
-        return ""
+        # Two bytes of a surrogate are no error to the codec yet, but no third one makes them a character.
+        return self._flush_broken() if self._rest[:1] == b"\xed" and self._rest[1:2] >= b"\xa0" else ""
+
+    def _flush_broken(self) -> str:
+        text = self.flush()
+        self._is_broken = True
+        return text
 
     def read_ahead(self) -> str:
         """Return the characters that have become complete in the run that waits since the last call, as they are if it

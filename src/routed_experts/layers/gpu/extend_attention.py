@@ -52,10 +52,10 @@ def _extend(
     keys: int,
     stride: int,
     features: AttentionFeatures,
-    scaled: bool,
+    has_kv_scales: bool,
 ) -> None:
     """Block (group, tile): Q tokens of one request times the heads of the group."""
-    extra, out = SinksAndScales.of(rest[:-1], scaled=scaled), rest[-1]
+    extra, out = SinksAndScales.from_refs(rest[:-1], has_kv_scales=has_kv_scales), rest[-1]
     group, index = pl.program_id(0), pl.program_id(1)
     dim, num_tokens, num_requests = pool.shape[3], queries.shape[0], table.shape[0]
     padded = power_of_two(share)
@@ -86,7 +86,7 @@ def _extend(
         state = empty_state(tile * padded, lanes.shape[0], own)
         has_first = bool(features.window or features.chunk)
         _, total, mixed = add_visible_keys(state, bounds, keys, step, load_pages, has_first=has_first)
-        mixed = extra.scaled(mixed) / jnp.maximum(total, 1e-30)[:, None]
+        mixed = extra.scale_values(mixed) / jnp.maximum(total, 1e-30)[:, None]
         plgpu.store(out.at[indices], mixed.astype(out.dtype), mask=mask)
 
 

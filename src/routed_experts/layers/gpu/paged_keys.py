@@ -61,8 +61,8 @@ class SinksAndScales:
     kv_scales: list[Any]
 
     @staticmethod
-    def of(refs: Sequence[Any], *, scaled: bool) -> "SinksAndScales":
-        split = len(refs) - 2 * scaled
+    def from_refs(refs: Sequence[Any], *, has_kv_scales: bool) -> "SinksAndScales":
+        split = len(refs) - 2 * has_kv_scales
         return SinksAndScales(list(refs[:split]), list(refs[split:]))
 
     def score_scale(self, features: AttentionFeatures, dim: int) -> float | Array:
@@ -70,7 +70,7 @@ class SinksAndScales:
         scale = features.scale or dim**-0.5
         return self._scale(0) * scale if self.kv_scales else scale
 
-    def scaled(self, mixed: Array) -> Array:
+    def scale_values(self, mixed: Array) -> Array:
         """Sums of values, float32, times the scale of values."""
         return mixed * self._scale(1) if self.kv_scales else mixed
 
@@ -102,4 +102,4 @@ def sinks_and_scales(features: AttentionFeatures, sinks: Sinks | None) -> list[A
 def static_features(features: AttentionFeatures) -> dict[str, Any]:
     """The features of a kernel that are no arrays."""
     plain = dataclasses.replace(features, sinks=None, kv_scales=None)
-    return {"features": plain, "scaled": features.kv_scales is not None}
+    return {"features": plain, "has_kv_scales": features.kv_scales is not None}

@@ -104,17 +104,18 @@ def combine_splits(
     parts: list[Array], queries: jax.ShapeDtypeStruct, splits: int, *, interpret: bool
 ) -> Float[Array, "B H C"]:
     """Combine the splits of all rows; `parts`: weighted values [B S H C], maxima and normalisers [B S H]."""
-    return _combine(parts, queries, queries, splits, interpret=interpret)
+    return combine_into(queries, parts, queries, splits, interpret=interpret)
 
 
-def combine_scaled(parts: list[Array], queries: jax.ShapeDtypeStruct, splits: int, *, interpret: bool) -> ScaledRows:
-    """The same into rows of all heads, [B, H * C], each of whose heads is scaled."""
+def output_shape(queries: jax.ShapeDtypeStruct, *, scaled: bool) -> Any:
+    """That of the values of all heads: [B H C], or `scaled`, as rows of all heads, each of whose heads is scaled."""
     num_rows, heads, dim = queries.shape
-    assert scales_heads(dim), "a block scales a head"
-    return _combine(parts, queries, scaled_shape(num_rows, heads * dim, parts=heads), splits, interpret=interpret)
+    assert not scaled or scales_heads(dim), "a block scales a head"
+    return scaled_shape(num_rows, heads * dim, parts=heads) if scaled else queries
 
 
-def _combine(parts: list[Array], queries: jax.ShapeDtypeStruct, out: Any, splits: int, *, interpret: bool) -> Any:
+def combine_into(out: Any, parts: list[Array], queries: jax.ShapeDtypeStruct, splits: int, *, interpret: bool) -> Any:
+    """The same into an `output_shape`."""
     num_rows, heads, dim = queries.shape
     width = min(_MOST_WIDTH, power_of_two(dim))
     return pl.pallas_call(

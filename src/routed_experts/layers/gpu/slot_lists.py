@@ -87,9 +87,9 @@ def _list_tiles(
 def sort_slots(
     ids: Int[Array, "N K"], valid: Bool[Array, " N"], *, num_experts: int, rows: list[int], interpret: bool
 ) -> tuple[Int[Array, " NK"], list[Int[Array, "M 3"]]]:
-    """List the slots expert by expert; slots of padding rows are left out. And, for each of some tile sizes, the tiles:
-    the expert, where its first slot is in that list, and where the expert's last one ends, which is the same place for
-    a tile without rows."""
+    """The slots expert by expert, without those of padding rows and of ids that are no expert; the rest of the list is
+    not defined. And the tiles of each of some sizes: the expert, where its first slot is in that list, and where the
+    expert's last one ends, which is the same place for a tile without rows."""
     slots = ids.size
     chunk = min(power_of_two(slots), 4096)
     sizes = dict(slots=slots, num_experts=num_experts, top_k=ids.shape[1], chunk=chunk, rows=rows)

@@ -32,16 +32,15 @@ from routed_experts.layers.gpu.paged_keys import (
 from routed_experts.layers.gpu.paged_softmax import (
     State,
     choose_splits,
-    combine_scaled,
-    combine_splits,
+    combine_into,
     empty_state,
     most_visible,
+    output_shape,
     pages_of,
     part_shapes,
     split_range,
     store_heads,
 )
-from routed_experts.layers.gpu.scaled_rows import scaled_shape
 from routed_experts.layers.quantized import ScaledRows
 
 # (requests up to, keys of a step, warps, stages): measured best, or as good as the best, on an H200 with 32 heads of
@@ -66,11 +65,11 @@ def _decode(
     keys: int,
     stride: int,
     features: AttentionFeatures,
-    scaled: bool,
+    has_kv_scales: bool,
 ) -> None:
     """Block (group, request, split): the split's part of the softmax of all heads of the group."""
     num_outs = 1 if splits == 1 else 3
-    extra, outs = SinksAndScales.of(rest[:-num_outs], scaled=scaled), rest[-num_outs:]
+    extra, outs = SinksAndScales.from_refs(rest[:-num_outs], has_kv_scales=has_kv_scales), rest[-num_outs:]
     group, request, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     dim = pool.shape[3]
     lanes, head = jnp.arange(power_of_two(dim)), jnp.arange(rows)
@@ -95,7 +94,7 @@ def _decode(
     state = empty_state(rows, lanes.shape[0], scores)
     steps = pl.cdiv(jnp.maximum(end - start, 0), keys)
     (top, total, mixed), _ = lax.fori_loop(0, steps, step, (state, load_pages(0)))
-    mixed = extra.scaled(mixed)
+    mixed = extra.scale_values(mixed)
     if splits == 1:
         mixed = mixed / jnp.maximum(total, 1e-30)[:, None]
         store_heads(outs[0], request, heads, lanes, mixed.astype(queries.dtype), mask)
@@ -134,18 +133,16 @@ def decode_attention(
         **static_features(features),
     )
     out_shape = jax.ShapeDtypeStruct(queries.shape, queries.dtype)
-    direct = scaled_shape(num_rows, heads * dim, parts=heads) if scaled else out_shape
+    own = output_shape(out_shape, scaled=scaled)
     outs = pl.pallas_call(
         kernel,
-        [direct] if splits == 1 else part_shapes(num_rows, splits, heads, dim),
+        [own] if splits == 1 else part_shapes(num_rows, splits, heads, dim),
         grid=(groups, num_rows, splits),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name="decode_attention",
     )(jnp.asarray(first_page, jnp.int32).reshape(1), queries, pool, batch.seq_lens, batch.page_table, *extra)
-    if splits == 1:
-        return outs[0]
-    return (combine_scaled if scaled else combine_splits)(outs, out_shape, splits, interpret=interpret)
+    return outs[0] if splits == 1 else combine_into(own, outs, out_shape, splits, interpret=interpret)
 
 
 def _verify(
@@ -162,11 +159,11 @@ def _verify(
     keys: int,
     stride: int,
     features: AttentionFeatures,
-    scaled: bool,
+    has_kv_scales: bool,
 ) -> None:
     """Block (group, request, split): the split's part of the softmax of all tokens of the request, at most Q, times the
     heads of the group."""
-    extra, (parts, tops, totals) = SinksAndScales.of(rest[:-3], scaled=scaled), rest[-3:]
+    extra, (parts, tops, totals) = SinksAndScales.from_refs(rest[:-3], has_kv_scales=has_kv_scales), rest[-3:]
     group, request, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     dim, num_tokens, padded = pool.shape[3], queries.shape[0], power_of_two(share)
     token, last = starts[request], starts[request + 1]
@@ -196,7 +193,7 @@ def _verify(
         scores = None if scores is None else jnp.where(split == 0, scores, MASK_VALUE)
         state, steps = empty_state(tile * padded, lanes.shape[0], scores), pl.cdiv(jnp.maximum(end - start, 0), keys)
         (top, total, mixed), _ = lax.fori_loop(0, steps, step, (state, load_pages(0)))
-        mixed = extra.scaled(mixed)
+        mixed = extra.scale_values(mixed)
         plgpu.store(parts.at[tokens[:, None], split, heads[:, None], lanes[None, :]], mixed, mask=mask)
         plgpu.store(tops.at[tokens, split, heads], top, mask=is_row)
         plgpu.store(totals.at[tokens, split, heads], total, mask=is_row)
@@ -250,7 +247,7 @@ def verify_attention(
         *extra,
     )
     out = jax.ShapeDtypeStruct(queries.shape, queries.dtype)
-    return (combine_scaled if scaled else combine_splits)(parts, out, splits, interpret=interpret)
+    return combine_into(output_shape(out, scaled=scaled), parts, out, splits, interpret=interpret)
 
 
 def fits_verify(batch: PagedBatch, share: int) -> bool:

@@ -84,6 +84,7 @@ def sum_products(
         return _sum_packed(block, inputs)
     size = min(inputs.size, weights.group) if is_coded else inputs.size
     size = math.gcd(size, x.part) if is_in_parts(x) else size
+    assert size >= 16, (inputs, size)  # of a product on the tensor cores
     num_groups = math.gcd(inputs.size // size, pl.cdiv(inputs.length, size))  # of a step; 1 if not all have as many
     steps = pl.cdiv(inputs.length, num_groups * size)
 
@@ -129,6 +130,7 @@ def _sum_packed(block: _Block, inputs: Inputs) -> list[Float[Array, "T C"]]:
     sizes = [size for size in range(pair, max(inputs.size, pair) + 1, pair) if inputs.length % size == 0]
     size = max(size for size in sizes if 0 in (size % weights.group, weights.group % size))
     steps = inputs.length // size
+    assert not is_in_parts(block.x) or block.x.part % run == 0, (block.x.part, run)
     is_whole = not is_in_parts(block.x) or block.x.part % pair == 0
     starts = (0,) if weights.group >= pair and is_whole else (0, run)  # in a pair, of sums with factors of their own
     column = None if block.real is None else block.real.T

@@ -27,8 +27,8 @@ from routed_experts.server.protocol import (
 from routed_experts.server.state import ServerState
 
 _MAX_PATH_CHARS = 1024
-_UPDATE_ABORTS = "the weights are updated, with abort_all_requests"
 _MAX_SHOWN_CHARS = 256  # of a path in an error: a slip may be in its last part
+_UPDATE_ABORTS = "the weights are updated, with abort_all_requests"
 
 
 async def flush_cache(request: Request, server: ServerState) -> Response:

@@ -209,8 +209,8 @@ async def health(request: Request, server: ServerState) -> Response:
 
 
 async def health_generate(request: Request, server: ServerState) -> Response:
-    """Run one token through the engine. Where requests are held back, and where the queue is full, it is the answer of
-    /health. Raises ApiError (503) without a token in time."""
+    """Run one token through the engine. While requests are held back, or the queue is full, answer as /health does.
+    Raises ApiError (503) without a token in time."""
 
     async def generate_one_token() -> None:
         requests = await server.process(
@@ -226,7 +226,7 @@ async def health_generate(request: Request, server: ServerState) -> Response:
         return await health(request, server)
     try:
         await server.run_probe(lambda: asyncio.create_task(generate_one_token()))
-    except QueueFullError:  # others get tokens, or the last step is old
+    except QueueFullError:  # a full queue is no stall: /health judges by the last step
         return await health(request, server)
     except TimeoutError as error:
         if server.holds_requests:

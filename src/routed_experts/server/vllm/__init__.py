@@ -1,1 +1,1 @@
-"""vLLM's routes: /tokenize, /detokenize, /tokenizer_info and /inference/v1/generate; and SkyRL's of the last."""
+"""vLLM's routes: /tokenize, /detokenize, /tokenizer_info and /inference/v1/generate, and /skyrl/v1/generate."""
