@@ -31,7 +31,8 @@ class RoutedExpertsCapturer(ABC):
 
     @staticmethod
     def create(spec: CaptureSpec | None, *, num_slots: int, page_size: int, enable: bool) -> "RoutedExpertsCapturer":
-        """Build the capturer of an engine; `spec` None is a model without MoE layers, which cannot be captured."""
+        """Build the capturer of an engine of `num_slots` KV slots in pages of `page_size`. `spec` None is a model
+        without MoE layers: raises CaptureUnsupportedError where `enable` asks to capture it."""
         if not enable:
             return _RoutedExpertsCapturerNoop()
         if spec is None:

@@ -130,7 +130,9 @@ class RoutedExperts:
         return self[self.num_prompt_tokens :]
 
     def __getitem__(self, tokens: slice) -> "RoutedExperts":
-        """Cut the rows of tokens [a, b), absolute indices; tokens without a row are left out, S and prompt_len stay."""
+        """Cut the rows of tokens [a, b), absolute indices; tokens without a row are left out, S and prompt_len stay. As
+        for any sequence, raises TypeError for an index that is no slice, and IndexError for a step or a negative
+        index."""
         if not isinstance(tokens, slice):  # pyright: ignore[reportUnnecessaryIsInstance]  # iter() on a record ends here
             raise TypeError(
                 f"a record is indexed by {type(tokens).__name__}; expected a slice of absolute token indices, "

@@ -47,12 +47,15 @@ def extract_routed_experts_from_meta_info(data: Mapping[str, object]) -> Int32[n
 
 
 def record_from_meta_info(data: Mapping[str, object]) -> RoutedExperts | None:
-    """Return the record of a /generate result or one OpenAI choice; None when the rows are absent or null."""
+    """Return the record of a /generate result or one OpenAI choice, ids [rows, layers, K]; None when the rows are
+    absent or null. Raises RoutingFormatError for rows or metadata in no known form."""
     return _record(_holder(data), data)
 
 
 def record_from_response(response: Mapping[str, object], choice: int = 0) -> RoutedExperts | None:
-    """Return the record of choice `choice` of an OpenAI response, or of a /generate result (choice 0)."""
+    """Return the record of choice `choice` of an OpenAI response, or of a /generate result (choice 0), ids [rows,
+    layers, K]; None when the rows are absent or null. Raises RoutingFormatError for another number of such choices than
+    one, and for rows or metadata in no known form."""
     choices = choices_of(response)
     if choices is None and choice == 0:
         return record_from_meta_info(response)

@@ -130,7 +130,8 @@ def encode_ref(record: RoutedExperts, *, url: str) -> dict[str, object]:
 def decode_routed_experts(
     payload: object, info: object, *, weights: object = None, prompt_payload: object = None
 ) -> RoutedExperts:
-    """Read a payload by its metadata; `prompt_payload` holds the prompt's rows of the list form."""
+    """Read a payload by its metadata: ids [rows, layers, K], and `weights` of the same shape where it names some.
+    `prompt_payload` holds the prompt's rows of the list form. Raises RoutingFormatError where they do not agree."""
     metadata = RoutedExpertsMetadata.from_json(info)
     if metadata.format == "int32":
         array = _raw_int32(payload, metadata.shape)

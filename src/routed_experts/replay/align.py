@@ -109,7 +109,8 @@ def align(
 
 def zigzag_order(seq_len: int, parts: int) -> Int[np.ndarray, " S"]:
     """Return the order of columns for which a contiguous split in `parts` gives rank r the chunks r and 2 * parts -
-    1 - r: all ranks have equal parts of the causal triangle. Permute tokens, positions and segment ids alike."""
+    1 - r: all ranks have equal parts of the causal triangle. Permute tokens, positions and segment ids alike. Raises
+    RoutingAlignmentError where S is no multiple of 2 * parts, and for numbers below 1."""
     _check_int("seq_len", seq_len, 1)
     _check_int("zigzag", parts, 1)
     if parts == 1:
