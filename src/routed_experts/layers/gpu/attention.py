@@ -21,9 +21,7 @@ from routed_experts.layers.gpu.extend_attention import extend_attention
 from routed_experts.layers.gpu.kv_write import gpu_write
 from routed_experts.layers.gpu.latent import gpu_latent, latent_attention
 from routed_experts.layers.gpu.paged_keys import PLAIN, Sinks
-from routed_experts.layers.gpu.paged_softmax import (
-    scales_heads,
-)
+from routed_experts.layers.gpu.paged_softmax import scales_heads
 from routed_experts.layers.gpu.qk_norm_rope import FEATURES, prepare
 from routed_experts.layers.gpu.split_attention import decode_attention, fits_verify, verify_attention
 from routed_experts.layers.gpu.warpgroup_attention import suits_warpgroup_attention, warpgroup_attention
@@ -31,7 +29,7 @@ from routed_experts.layers.gpu.warpgroups import Warpgroups
 from routed_experts.layers.quantized import E4M3, ScaledRows
 
 
-def own_sinks(features: AttentionFeatures, sinks: Sinks | None) -> Float[Array, " H"] | None:
+def _own_sinks(features: AttentionFeatures, sinks: Sinks | None) -> Float[Array, " H"] | None:
     """The sinks of a layer, whether they are its own or in a stack."""
     return features.sinks if sinks is None else sinks[0][sinks[1]]
 
@@ -86,7 +84,7 @@ def _attend(
     is_extend = not batch.decode and not fits_verify(batch, share)
     if is_extend and warpgroups is not None and warpgroups.can_mask and suits_warpgroup_attention(queries, pool, batch):
         return warpgroup_attention(
-            queries, pool, first_page, batch, features, warpgroups, sinks=own_sinks(features, sinks), stride=stride
+            queries, pool, first_page, batch, features, warpgroups, sinks=_own_sinks(features, sinks), stride=stride
         )
     options: Any = {"sinks": sinks, "stride": stride, "interpret": interpret}
     if is_extend:

@@ -29,6 +29,11 @@ class Tiles(NamedTuple):
     total: Int[Array, "1"]
 
 
+def tile_limit(slots: int, num_experts: int, rows: int) -> int:
+    """The most tiles of so many rows that so many slots have."""
+    return min(slots, slots // rows + num_experts)
+
+
 def one_matrix(num_rows: int, tile: int) -> Tiles:
     """Tiles of rows that are all multiplied by the first matrix."""
     count = num_rows // tile
@@ -143,7 +148,7 @@ def group_rows(
         interpret=interpret,
         name="rank_slots",
     )(flat, valid)
-    most = min(slots, slots // tile + num_experts)
+    most = tile_limit(slots, num_experts, tile)
     copies = jax.tree.map(lambda own: jax.ShapeDtypeStruct((most * tile, *own.shape[1:]), own.dtype), x)
     copied, rows, expert, count = pl.pallas_call(
         functools.partial(_copy_row, top_k=top_k, lanes=lanes, tile=tile),

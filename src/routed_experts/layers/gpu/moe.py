@@ -20,10 +20,11 @@ from jaxtyping import Array, Float
 
 from routed_experts.layers.gpu.activations import activate
 from routed_experts.layers.gpu.blocks import combine_masks, load_or_zero, rounded, scaled_step
+from routed_experts.layers.gpu.expert_rows import tile_limit
 from routed_experts.layers.gpu.expert_tiles import MoeTiles, Tile, tiles_for
 from routed_experts.layers.gpu.operands import Inputs, MatrixKind, check_weights, shared_kind
 from routed_experts.layers.gpu.scaled_rows import Rows, ScaledRows, rows_for_codes
-from routed_experts.layers.gpu.slot_lists import num_tiles, sort_slots
+from routed_experts.layers.gpu.slot_lists import sort_slots
 from routed_experts.layers.gpu.sums import FEWEST_ROWS, sum_products
 from routed_experts.layers.gpu.warpgroup_experts import suits_warpgroups, warpgroup_experts
 from routed_experts.layers.gpu.warpgroups import Warpgroups
@@ -246,7 +247,7 @@ def slot_outputs(
             shared_chunks=chunks,
             interpret=interpret,
         )
-        most = num_tiles(slots, call.num_experts, tile.rows) if tiles.sorted_slots else slots
+        most = tile_limit(slots, call.num_experts, tile.rows) if tiles.sorted_slots else slots
         return pl.pallas_call(
             functools.partial(kernel, static=static),
             [jax.ShapeDtypeStruct(shape, call.x.dtype) for shape in shapes],

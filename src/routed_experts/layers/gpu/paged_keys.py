@@ -13,10 +13,7 @@ from jaxtyping import Array, Float, Int
 from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.gpu.blocks import power_of_two, scaled_step
 from routed_experts.layers.gpu.kv_write import scale_arrays
-from routed_experts.layers.gpu.paged_softmax import (
-    State,
-    add_scores,
-)
+from routed_experts.layers.gpu.paged_softmax import State, add_scores
 from routed_experts.layers.kv_format import KV_CODES, from_stored
 
 WIDE_KEYS = 32  # at most, of heads of more than 256 dims: shared memory holds the keys and values of all stages

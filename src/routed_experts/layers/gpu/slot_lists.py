@@ -12,14 +12,9 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Int
 
 from routed_experts.layers.gpu.blocks import power_of_two
-from routed_experts.layers.gpu.expert_rows import load_experts
+from routed_experts.layers.gpu.expert_rows import load_experts, tile_limit
 
 _TILES_AT_ONCE = 32  # that a program writes
-
-
-def num_tiles(slots: int, num_experts: int, rows: int) -> int:
-    """Tiles of so many rows that so many slots have, at most."""
-    return min(slots, slots // rows + num_experts)
 
 
 def _list_slots(
@@ -94,7 +89,7 @@ def sort_slots(
     chunk = min(power_of_two(slots), 4096)
     sizes = dict(slots=slots, num_experts=num_experts, top_k=ids.shape[1], chunk=chunk, rows=rows)
     kernel = functools.partial(_list_slots, **sizes)
-    tables = [jax.ShapeDtypeStruct((num_tiles(slots, num_experts, own), 3), jnp.int32) for own in rows]
+    tables = [jax.ShapeDtypeStruct((tile_limit(slots, num_experts, own), 3), jnp.int32) for own in rows]
     shapes = (jax.ShapeDtypeStruct((slots,), jnp.int32), *tables)
     call = pl.pallas_call(
         kernel,
