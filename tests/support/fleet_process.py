@@ -16,6 +16,7 @@ from pathlib import Path
 
 import httpx
 
+from support.process_log import ProcessLog
 from support.xla_options import FAST_FLAGS
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +49,7 @@ class FleetProcess:
     """One run of the command. `wait_ready` gives its URL."""
 
     def __init__(self, model, *flags, env=None):
-        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  # `close` closes it
+        self._stderr = ProcessLog()
         command = [sys.executable, "-m", "routed_experts", "serve", str(model), "--port", "0", *SIZES, *flags]
         self.process = subprocess.Popen(
             command,
@@ -83,8 +84,7 @@ class FleetProcess:
         return httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False, **options)
 
     def log(self):
-        self._stderr.seek(0)
-        return self._stderr.read()
+        return self._stderr.text()
 
     def stop(self):
         """SIGTERM; the exit code."""
@@ -145,16 +145,12 @@ def ray_cluster(folder, *, num_cpus, **variables):
     command += [f"--num-cpus={num_cpus}", "--object-store-memory=120000000", "--include-dashboard=false"]
     command += [f"--temp-dir={folder}", "--disable-usage-stats"]
     command[0] = str(Path(sys.executable).parent / "ray")
-    log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed below
+    log = ProcessLog()
     process = subprocess.Popen(command, env=environment(**variables), stdout=log, stderr=subprocess.STDOUT, text=True)
 
-    def text():
-        log.seek(0)
-        return log.read()
-
     try:
-        wait_until(lambda: "Ray runtime started" in text() or process.poll() is not None, seconds=60)
-        assert process.poll() is None, text()[-2000:]
+        wait_until(lambda: "Ray runtime started" in log.text() or process.poll() is not None, seconds=60)
+        assert process.poll() is None, log.text()[-2000:]
         yield f"127.0.0.1:{port}", process.pid
     finally:
         process.send_signal(signal.SIGTERM)

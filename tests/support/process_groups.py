@@ -8,12 +8,12 @@ import re
 import signal
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 from pathlib import Path
 
 from support.fork_server import fork_server
+from support.process_log import ProcessLog
 from support.xla_options import FAST_FLAGS
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +56,7 @@ class GroupProcess:
     def __init__(self, command=None, *, spec=None, devices=1, fast=False, env=None, namespace=None):
         flags = f"--xla_force_host_platform_device_count={devices} {FAST_FLAGS if fast else ''}"
         own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, **(env or {})}
-        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  # `close` closes it
+        self._stderr = ProcessLog()
         if spec is not None:
             self.process = fork_server().start(spec, own, self._stderr, namespace=namespace)
         else:
@@ -125,8 +125,7 @@ class GroupProcess:
 
     def log(self):
         """What it has written to standard error."""
-        self._stderr.seek(0)
-        return self._stderr.read()
+        return self._stderr.text()
 
     def close(self):
         if self.is_alive():
