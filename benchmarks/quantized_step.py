@@ -7,17 +7,20 @@ OLMoE-1B-7B's shapes: all matrices of layers in e4m3, or experts alone in 4 bits
     python benchmarks/quantized_step.py --form e2m1 --model gpt-oss-20b
     python benchmarks/quantized_step.py --model benchmark --batches 1 8 --bandwidth 3e10 --prompt 128   # a CPU
     python benchmarks/quantized_step.py --model olmoe --form int4 --all-matrices --batches 1 --without-off       # too
+    python benchmarks/quantized_step.py --model benchmark --batches 1 8 --engines 2 ...      # capture on a CPU
     python benchmarks/quantized_step.py --small      # does it run
 
 Both engines are in one process, and their runs take turns; capture is on and asked, and of the codes' engine off too.
 With codes of 4 bits the plain weights are the numbers of the codes, so that both route alike; in FP8 each engine has
 its own random weights. A step is the median over a run's steps, as in step.py; a ratio is the median over neighbouring
-runs. The floor is the bytes that a step must read over --bandwidth: codes have one or half a one, scales four a block
-of 128 x 128, or two a group of 32. A run whose logprobs are not finite fails."""
+runs. With --engines 2 there are two engines of each kind, and a step is the geometric mean of both: on a CPU two equal
+engines differ by up to 1 % ("equal engines"). The floor is the bytes that a step must read over --bandwidth: codes have
+one or half a one, scales four a block of 128 x 128, or two a group of 32. A run whose logprobs are not finite fails."""
 
 import argparse
 import dataclasses
 import json
+import math
 import statistics
 import tempfile
 from pathlib import Path
@@ -54,7 +57,6 @@ from routed_experts.models.model_folder import ModelFolder
 FP8_BLOCK = "fp8_block"
 FORMS = (FP8_BLOCK, INT4, E2M1)
 OFF = "codes, capture off"
-VARIANTS = ("plain", "codes", OFF)
 EXPERTS = ("gate_up", "down")
 MODELS = {
     "qwen3-30b-a3b": QWEN3_30B_A3B,
@@ -64,8 +66,8 @@ MODELS = {
 }
 
 
-def build(folder: Path, args: argparse.Namespace) -> dict[str, EngineComponents]:
-    """The engines."""
+def build(folder: Path, args: argparse.Namespace) -> dict[str, list[EngineComponents]]:
+    """The engines of each variant."""
     longest = args.prompt + args.new + 16
     server = {
         "model_path": str(folder),
@@ -92,8 +94,13 @@ def build(folder: Path, args: argparse.Namespace) -> dict[str, EngineComponents]
             return build_engine(server, model=coded)
         return build_engine(dataclasses.replace(server, quantization=FP8_BLOCK), load_format="dummy")
 
-    engines = {"plain": build_engine(on, model=plain), "codes": build_coded(on)}
-    return engines if args.without_off else engines | {OFF: build_coded(off)}
+    builders = {"plain": lambda: build_engine(on, model=plain), "codes": lambda: build_coded(on)}
+    if not args.without_off:
+        builders[OFF] = lambda: build_coded(off)
+    copies: list[dict[str, EngineComponents]] = [
+        {name: make() for name, make in builders.items()} for _ in range(args.engines)
+    ]
+    return {name: [engines[name] for engines in copies] for name in builders}
 
 
 def load_packed(folder: Path, server: ServerArgs, form: str, *, all_matrices: bool) -> tuple[Kernels, FamilyDecoder]:
@@ -179,50 +186,59 @@ def median_of_ratios(above: list[float], below: list[float]) -> str:
     return f"{statistics.median(ratios):.3f} [{ratios[first]:.3f}, {ratios[count - 1 - first]:.3f}]"
 
 
+def mean_steps(runs: list[list[Run]]) -> list[float]:
+    """Seconds of a step in each round: the median of a run, and the geometric mean over a variant's engines."""
+    return [
+        math.exp(statistics.fmean(math.log(statistics.median(run.steps)) for run in turn))
+        for turn in zip(*runs, strict=True)
+    ]
+
+
 def measure(
-    engines: dict[str, EngineComponents], config: dict[str, object], args: argparse.Namespace, batch: int
+    engines: dict[str, list[EngineComponents]], config: dict[str, object], args: argparse.Namespace, batch: int
 ) -> list[dict[str, object]]:
     """All engines at one batch."""
     prompt = min(args.prompt, 128) if batch == 1 else args.prompt
-    names = [name for name in VARIANTS if name in engines]
-    runs: dict[str, list[Run]] = {name: [] for name in names}
+    order = [(name, copy) for copy in range(args.engines) for name in engines]
+    runs: dict[str, list[list[Run]]] = {name: [[] for _ in range(args.engines)] for name in engines}
     for turn in range(-1, args.rounds * (3 if batch <= 16 else 1)):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        for name, copy in order[turn % len(order) :] + order[: turn % len(order)]:
             run = drive(
-                engines[name].core,
+                engines[name][copy].core,
                 Prompts(turn + 7, int(str(config["vocab_size"]))),
                 batch,
                 prompt=prompt,
                 new=args.new if turn >= 0 else 8,
-                ask=not name.endswith("off"),
+                ask=name != OFF,
                 logprobs=turn < 0,
             )
             assert all(np.isfinite(out.output_logprobs.values).all() for out in run.outs), f"{name}, batch {batch}"
             if turn >= 0:
                 run.check()
-                runs[name].append(run)
+                runs[name][copy].append(run)
     context = prompt + args.new / 2
-    base = [statistics.median(run.steps) for run in runs["plain"]]
+    base, off = mean_steps(runs["plain"]), mean_steps(runs[OFF]) if OFF in runs else []
     rows = []
-    for name in names:
-        experts = float(np.mean([experts_a_step(run, prompt) for run in runs[name.partition(",")[0]]]))
-        floor = floor_bytes(read_family(config), engines[name].served.coded_config, batch, context, experts)
-        medians = [statistics.median(run.steps) for run in runs[name]]
-        ratios = sorted(a / b for a, b in zip(base, medians, strict=True))
-        off = [statistics.median(run.steps) for run in runs.get(OFF, [])] if name == "codes" else []
+    for name, variant in engines.items():
+        routed = runs["codes" if name == OFF else name][0]
+        experts = float(np.mean([experts_a_step(run, prompt) for run in routed]))
+        floor = floor_bytes(read_family(config), variant[0].served.coded_config, batch, context, experts)
+        steps, each = mean_steps(runs[name]), [mean_steps([own]) for own in runs[name]]
+        ratios = sorted(a / b for a, b in zip(base, steps, strict=True))
         rows.append(
             {
                 "batch": batch,
                 "weights": name,
-                "step ms": statistics.median(medians) * 1e3,
+                "step ms": statistics.median(steps) * 1e3,
                 "floor ms": floor / args.bandwidth * 1e3,
                 "plain / this": statistics.median(ratios),
                 "least": ratios[0],
                 "most": ratios[-1],
                 "experts": experts,
-                "prefill tok/s": batch * prompt / statistics.median(run.prefill for run in runs[name]),
-                "weights GB": weight_bytes(engines[name]) / 1e9,
-                "capture off / this": median_of_ratios(off, medians) if off else "",
+                "prefill tok/s": batch * prompt / statistics.median(run.prefill for own in runs[name] for run in own),
+                "weights GB": weight_bytes(variant[0]) / 1e9,
+                "capture off / this": median_of_ratios(off, steps) if off and name == "codes" else "",
+                "equal engines": median_of_ratios(each[0], each[1]) if len(each) > 1 else "",
             }
         )
     return rows
@@ -238,6 +254,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=4096, help="tokens of a step with prompts")
     parser.add_argument("--new", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--engines", type=int, default=1, help="of each variant")
     parser.add_argument("--form", choices=FORMS, default=FP8_BLOCK)
     parser.add_argument("--all-matrices", action="store_true", help="attention, too, is of 4 bits")
     parser.add_argument("--dtype", default="bfloat16")
