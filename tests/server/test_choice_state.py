@@ -10,8 +10,9 @@ from routed_experts.core.io_struct import FinishReason, Logprobs, TokenIDOut
 from routed_experts.core.weight_version import WeightVersion
 from routed_experts.engine.requests.sequence_state import SequenceState
 from routed_experts.server.anthropic.message_blocks import MessageWriter
-from routed_experts.server.openai.completions import TextFormat
-from routed_experts.server.openai.handler import ChoiceState, LogprobOptions
+from routed_experts.server.openai.choice_state import ChoiceState
+from routed_experts.server.openai.completions import CompletionRenderer
+from routed_experts.server.openai.logprobs import LogprobOptions
 from routed_experts.server.openai.response_items import ResponseWriter
 
 
@@ -62,7 +63,7 @@ def test_a_delta_takes_the_same_memory_at_any_position():
     source = dataclasses.replace(request("one", [5, 6, 7]).source, return_logprob=True, top_logprobs_num=2)
     sequence = SequenceState(source, None, logprobs_mode="raw")
     choice = ChoiceState(0, sequence, echo=None, prompt_only=False, logprobs=LOGPROBS)
-    response_format = TextFormat(logprobs=LOGPROBS, token_ids=True)
+    response_format = CompletionRenderer(logprobs=LOGPROBS, token_ids=True)
 
     def peak_bytes(render):
         tracemalloc.start()

@@ -19,13 +19,11 @@ from routed_experts.server.chat_template import template_scalars, to_text
 from routed_experts.server.executors import run_in_thread_if_large
 from routed_experts.server.forced_calls import forced_call_grammar
 from routed_experts.server.limits import ServerSettings
-from routed_experts.server.openai.handler import (
+from routed_experts.server.openai.choice_state import ChoiceState, Delta
+from routed_experts.server.openai.handler import OpenAIHandler
+from routed_experts.server.openai.logprobs import LogprobOptions, chat_logprobs
+from routed_experts.server.openai.options import (
     MAX_LOGPROBS,
-    ChoiceState,
-    Delta,
-    LogprobOptions,
-    OpenAIHandler,
-    chat_logprobs,
     given_ids,
     id_field,
     parse_options,
@@ -38,7 +36,7 @@ from routed_experts.server.state import ServerState
 from routed_experts.server.tools import ToolChoice, ToolOptions, check_tools
 
 
-class ChatFormat:
+class ChatRenderer:
     """Choices with messages. `reasoning_field`: the name of reasoning in a message; None leaves reasoning out. `echo`:
     the beginning of the content of every choice."""
 
@@ -185,7 +183,7 @@ async def chat_completions(request: Request, server: ServerState) -> Response:
             num_bytes=body.num_bytes,
         )
     echo = _echo(chat)
-    response_format = ChatFormat(
+    renderer = ChatRenderer(
         server.engine.tokenizer,
         prompt,
         logprobs=logprobs,
@@ -197,7 +195,7 @@ async def chat_completions(request: Request, server: ServerState) -> Response:
     handler = OpenAIHandler(
         server,
         requests,
-        response_format,
+        renderer,
         options,
         prompt_only=max_tokens == 0,
         echo=None if echo is None else [echo],

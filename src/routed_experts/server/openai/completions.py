@@ -13,13 +13,11 @@ from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReq
 from routed_experts.server.body import read_body
 from routed_experts.server.errors import ApiError
 from routed_experts.server.executors import run_in_thread_if_large
-from routed_experts.server.openai.handler import (
+from routed_experts.server.openai.choice_state import ChoiceState, Delta
+from routed_experts.server.openai.handler import OpenAIHandler
+from routed_experts.server.openai.logprobs import LogprobOptions, completion_logprobs
+from routed_experts.server.openai.options import (
     MAX_LOGPROBS,
-    ChoiceState,
-    Delta,
-    LogprobOptions,
-    OpenAIHandler,
-    completion_logprobs,
     given_ids,
     id_field,
     parse_options,
@@ -41,7 +39,7 @@ _FIELDS = MappingProxyType(
 )
 
 
-class TextFormat:
+class CompletionRenderer:
     """Choices with text."""
 
     object_name = chunk_name = "text_completion"
@@ -128,7 +126,7 @@ async def completions(request: Request, server: ServerState) -> Response:
     handler = OpenAIHandler(
         server,
         requests,
-        TextFormat(logprobs=logprobs, token_ids=token_ids),
+        CompletionRenderer(logprobs=logprobs, token_ids=token_ids),
         options,
         prompt_only=completion.max_tokens == 0,
         echo=echo,
