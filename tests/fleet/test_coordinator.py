@@ -15,6 +15,7 @@ from routed_experts.core.errors import InvalidRequestError, WeightsMismatchError
 from routed_experts.core.extra_key import combine_keys
 from routed_experts.core.weight_version import WeightVersion
 from routed_experts.fleet import coordinator as module
+from routed_experts.fleet.fleet_client import FleetClient
 from routed_experts.fleet.fleet_routes import FleetRoutes
 from routed_experts.fleet.messages import CoordinatorLost, Refusal
 from routed_experts.server.errors import ApiError, ClientGone
@@ -249,17 +250,17 @@ def test_a_replica_that_loads_is_asked_nothing_and_takes_over_what_was_changed_m
     async def test(world, client, links):
         await links["r0"].call("update", "a", None, "flush")
         late = SimulatedMember(world, "")
-        held, routes = await hold_prepare(late), FleetRoutes(links["r0"], 5.0)
+        held, fleet = await hold_prepare(late), FleetClient(links["r0"], 5.0)
         joining = asyncio.create_task(join(client, late))
         await until(lambda: held.waits)
-        assert set(await routes._ask_all("abort", timeout_s=1.0, rid=None)) == {"r0", "r1"}
+        assert set(await fleet.ask_all("abort", timeout_s=1.0, rid=None)) == {"r0", "r1"}
         assert set(await links["r0"].call("flush", drafts=False)) == {"r0", "r1"}
-        await routes._pause(None, "retract")
-        assert await routes._release_memory(None, "retract", 1.0) == ["kv_cache", "weights"]
+        await fleet.pause("retract", wait_s=1.0)
+        assert await fleet.release_memory(None, "retract", 1.0) == ["kv_cache", "weights"]
         held.go.set()
         links["late"] = await joining
         assert (late.engine.paused, late.engine.released) == ("retract", ("kv_cache", "weights"))
-        assert set(await routes._ask_all("abort", timeout_s=1.0, rid=None)) == {"r0", "r1", late.tag}
+        assert set(await fleet.ask_all("abort", timeout_s=1.0, rid=None)) == {"r0", "r1", late.tag}
 
     in_fleet(test)
 
@@ -273,7 +274,7 @@ def test_a_replica_that_joins_during_a_pause_is_paused():
 
         for link in links.values():
             link._operations = {**link._operations, "pause": wait}
-        pausing = asyncio.create_task(FleetRoutes(links["r0"], 5.0)._pause(None, "retract"))
+        pausing = asyncio.create_task(FleetClient(links["r0"], 5.0).pause("retract", wait_s=1.0))
         await until(lambda: all(len(link._running) == 1 for link in links.values()))
         late = SimulatedMember(world, "")
         links["late"] = await join(client, late)
@@ -294,18 +295,18 @@ def test_a_pause_that_is_refused_is_not_taken_over():
             links[len(links)] = await join(client, late)
             return late.engine.paused
 
-        routes = FleetRoutes(links["r0"], 5.0)
+        fleet = FleetClient(links["r0"], 5.0)
         with pytest.raises(InvalidRequestError, match="mode='nap' is unknown; choose one of wait, retract"):
-            await routes._pause(None, "nap")
+            await fleet.pause("nap", wait_s=1.0)
         assert await late_pause() is None
-        await routes._pause(None, "in_place")
+        await fleet.pause("in_place", wait_s=1.0)
         for link in links.values():
             link._operations = {**link._operations, "pause": refuse}
         with pytest.raises(ApiError, match="no"):
-            await routes._pause(None, "retract")
+            await fleet.pause("retract", wait_s=1.0)
         assert await late_pause() == "in_place", "what was before"
         with pytest.raises(ApiError) as caught:
-            await routes._pause(None, "retract")
+            await fleet.pause("retract", wait_s=1.0)
         assert caught.value.code == "replicas_disagree" and await late_pause() == "retract", "one has paused"
 
     in_fleet(test)
@@ -367,20 +368,20 @@ def test_a_rollout_is_remembered_under_the_key_that_its_requests_have():
 
 def test_released_memory_is_taken_over_by_those_that_come_later_and_by_the_next_coordinator():
     async def test(world, client, links):
-        routes = FleetRoutes(links["r0"], 5.0)
+        fleet = FleetClient(links["r0"], 5.0)
 
         async def released_by_a_new_one():
             late = SimulatedMember(world, "")
             links[len(links)] = await join(client, late)
             return late.engine.released
 
-        assert await routes._release_memory(["kv_cache"], "retract", 1.0) == ["kv_cache"]
+        assert await fleet.release_memory(["kv_cache"], "retract", 1.0) == ["kv_cache"]
         assert await released_by_a_new_one() == ("kv_cache",)
         client.die()
         client.start(was_restarted=True)
         await until(lambda: not client.coordinator._is_recovering)
         assert await released_by_a_new_one() == ("kv_cache",)
-        assert await routes._resume_memory(None) == []
+        assert await fleet.resume_memory(None) == []
         assert await released_by_a_new_one() == ()
 
     in_fleet(test)
@@ -391,12 +392,12 @@ def test_a_release_that_all_refuse_is_not_taken_over():
         async def refuse(tags, running):
             raise WeightsMismatchError("no", param="tags")
 
-        routes = FleetRoutes(links["r0"], 5.0)
-        assert await routes._release_memory(["kv_cache"], "retract", 1.0) == ["kv_cache"]
+        fleet = FleetClient(links["r0"], 5.0)
+        assert await fleet.release_memory(["kv_cache"], "retract", 1.0) == ["kv_cache"]
         for link in links.values():
             link._operations = {**link._operations, "release_memory": refuse}
         with pytest.raises(ApiError):
-            await routes._release_memory(["weights"], "retract", 1.0)
+            await fleet.release_memory(["weights"], "retract", 1.0)
         assert client.coordinator._released == ("kv_cache",)
 
     in_fleet(test)
@@ -404,7 +405,7 @@ def test_a_release_that_all_refuse_is_not_taken_over():
 
 def test_an_update_brings_released_weights_back_for_those_that_come_later():
     async def test(world, client, links):
-        await FleetRoutes(links["r0"], 5.0)._release_memory(None, "retract", 1.0)
+        await FleetClient(links["r0"], 5.0).release_memory(None, "retract", 1.0)
         assert (await links["r0"].call("update", "a", None, "flush")).update_count == 1
         assert client.coordinator._released == ("kv_cache",)
 
@@ -640,16 +641,16 @@ def test_while_members_join_again_nothing_is_asked_of_all():
         links["r1"]._loop_task.cancel()
         client.die()
         client.start(was_restarted=True)
-        routes = FleetRoutes(links["r0"], 5.0)
+        routes, fleet = FleetRoutes(links["r0"], 5.0), FleetClient(links["r0"], 5.0)
 
         async def check():
             assert client.coordinator._is_recovering
             for call in (
-                routes._ask_all("abort", rid=None),
-                routes._set_pause("retract"),
-                routes._resume(),
-                routes._release_memory(None, "retract", 1.0),
-                routes._resume_memory(None),
+                fleet.ask_all("abort", rid=None),
+                fleet.pause("retract", wait_s=1.0),
+                fleet.resume(),
+                fleet.release_memory(None, "retract", 1.0),
+                fleet.resume_memory(None),
                 routes.weight_version(None, None),
                 routes._of_owner(request(path_params={"name": "r1-7"}), not_here),
                 routes.flush_cache(request(), None),
@@ -665,7 +666,7 @@ def test_while_members_join_again_nothing_is_asked_of_all():
         links["r1"].start()
         await until(lambda: not client.coordinator._is_recovering)
         assert client.coordinator._pause == "in_place"
-        assert set(await routes._ask_all("abort", rid=None)) == {"r0", "r1"}
+        assert set(await fleet.ask_all("abort", rid=None)) == {"r0", "r1"}
 
     in_fleet(test)
 
@@ -772,13 +773,13 @@ def test_a_pause_is_taken_over_by_those_that_come_later_and_by_the_next_coordina
 
 def test_a_member_that_comes_back_late_takes_over_what_was_changed_meanwhile():
     async def test(world, client, links):
-        routes = FleetRoutes(links["r0"], 5.0)
+        fleet = FleetClient(links["r0"], 5.0)
         links["r1"]._loop_task.cancel()  # cut off
         client.die()
         client.start(was_restarted=True)
         await until(lambda: client.coordinator._members and not client.coordinator._is_recovering)
-        await routes._pause(None, "retract")
-        await routes._release_memory(["kv_cache"], "retract", 1.0)
+        await fleet.pause("retract", wait_s=1.0)
+        await fleet.release_memory(["kv_cache"], "retract", 1.0)
         assert world.members[1].engine.paused is None
         links["r1"].start()
         await until(lambda: world.members[1].engine.released)

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from routed_experts.fleet.fleet_routes import _MADE_ID, RequestIds, _values, fleet_table, request_id_maker, sum_stats
+from routed_experts.fleet.fleet_client import sum_stats, values_of
+from routed_experts.fleet.fleet_routes import fleet_table
 from routed_experts.fleet.link import Link
 from routed_experts.fleet.messages import Answer, Refusal
 from routed_experts.fleet.metrics_text import fleet_metrics, merge
+from routed_experts.fleet.request_ids import RequestIds, request_id_maker, tag_of
 from routed_experts.server.app import TABLE
 from routed_experts.server.errors import ApiError
 
@@ -83,7 +85,7 @@ def test_counts_of_nobody_are_unavailable():
 
 def test_nothing_is_done_where_no_replica_has_answered():
     with pytest.raises(ApiError, match="no replica has answered") as caught:
-        _values({})
+        values_of({})
     assert (caught.value.status, caught.value.code) == (503, "fleet_unavailable")
 
 
@@ -92,12 +94,12 @@ def refused(code, message="no", status=400):
 
 
 def test_several_answers_are_one_or_a_list():
-    assert _values({"r0": Answer(1), "r1": Answer(2)}) == [1, 2]
+    assert values_of({"r0": Answer(1), "r1": Answer(2)}) == [1, 2]
     with pytest.raises(ApiError) as caught:
-        _values({"r0": refused("a"), "r1": refused("a")})
+        values_of({"r0": refused("a"), "r1": refused("a")})
     assert (caught.value.status, caught.value.code) == (400, "a")
     with pytest.raises(ApiError) as caught:
-        _values({"r0": Answer(1), "r1": refused("a", "it is ill"), "r2": refused("b", "it is late")})
+        values_of({"r0": Answer(1), "r1": refused("a", "it is ill"), "r2": refused("b", "it is late")})
     assert (caught.value.status, caught.value.code) == (502, "replicas_disagree")
     assert str(caught.value) == "not done on r1: it is ill; r2: it is late; done on r0; repeat the call"
 
@@ -105,9 +107,9 @@ def test_several_answers_are_one_or_a_list():
 def test_every_id_that_a_replica_makes_names_it():
     make = request_id_maker("r12")
     for prefix in ("", "chatcmpl-", "cmpl-", "score-"):
-        assert _MADE_ID.fullmatch(prefix + make())[1] == "r12" and len(prefix + make()) <= 64
+        assert tag_of(prefix + make()) == "r12" and len(prefix + make()) <= 64
     for other in ("r1", "mine-r1-7", "r1-" + "g" * 32, "x" * 64):
-        assert _MADE_ID.fullmatch(other) is None
+        assert tag_of(other) is None
 
 
 def test_the_table_of_a_fleet_has_the_routes_and_rights_of_the_servers():

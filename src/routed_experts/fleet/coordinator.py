@@ -14,9 +14,9 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from routed_experts.core.error_text import short_repr
 from routed_experts.core.weight_version import WeightVersion
 from routed_experts.fleet import two_phase
+from routed_experts.fleet.member import TIMED_OUT, Member, ask_members
 from routed_experts.fleet.messages import (
     Answer,
     FleetStatus,
@@ -26,74 +26,15 @@ from routed_experts.fleet.messages import (
     Refusal,
     Report,
     Task,
+    describe_version,
+    describe_weights,
 )
 
-POLL_S = 10.0  # a poll without a task ends after it
 PROBE_INTERVAL_S = 0.5
 REJOIN_S = 10.0  # in which the members of a coordinator that was restarted come back
 HEALTH_S = 1.0
-TIMED_OUT = "replica_timeout"  # the code of an answer that has not come
 ABANDONED_S = 600.0  # without a replica, after which the coordinator ends
 logger = logging.getLogger(__name__)
-
-
-class Member:
-    """One replica: its tasks, and whether it lives."""
-
-    def __init__(self, tag: str, handle: Any, task_ids: "itertools.count[int]") -> None:
-        self.tag, self.handle = tag, handle
-        self.is_leaving = False
-        self.is_starting = False  # loads the weights of the fleet before it carries out a task
-        self._task_ids = task_ids
-        self._waiting: dict[int, tuple[Task, asyncio.Future[Answer]]] = {}
-        self._undelivered: list[int] = []
-        self._has_tasks = asyncio.Event()
-        self._gone: str | None = None
-
-    async def call(self, operation: str, *, timeout_s: float, **arguments: Any) -> Answer:
-        """Run an operation. Raises MemberGone, TimeoutError."""
-        if self._gone is not None:
-            raise MemberGone(self._gone)
-        task = Task(next(self._task_ids), operation, arguments)
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._waiting[task.task_id] = task, future
-        self._undelivered.append(task.task_id)
-        self._has_tasks.set()
-        try:
-            return await asyncio.wait_for(future, timeout_s)
-        finally:
-            self._waiting.pop(task.task_id, None)
-
-    async def next_tasks(self) -> list[Task]:
-        """The tasks that were not delivered yet; empty after POLL_S without one."""
-        try:
-            await asyncio.wait_for(self._has_tasks.wait(), POLL_S)
-        except TimeoutError:
-            return []
-        tasks = [self._waiting[number][0] for number in self._undelivered if number in self._waiting]
-        self._undelivered.clear()
-        self._has_tasks.clear()
-        return tasks
-
-    def answer(self, task_id: int, answer: Answer) -> None:
-        """Take the answer of a task; one that comes too late, or twice, is dropped."""
-        entry = self._waiting.get(task_id)
-        if entry is not None and not entry[1].done():
-            entry[1].set_result(answer)
-
-    def rejoin(self, handle: Any) -> None:
-        """Deliver again what may have been lost with a poll."""
-        self.handle = handle
-        self._undelivered = list(self._waiting)
-        if self._undelivered:
-            self._has_tasks.set()
-
-    def end(self, reason: str) -> None:
-        """End every call: the replica has died."""
-        self._gone = reason
-        for _, future in self._waiting.values():
-            if not future.done():
-                future.set_exception(MemberGone(reason))
 
 
 class Coordinator:
@@ -197,7 +138,7 @@ class Coordinator:
     async def ask(self, tag: str, operation: str, timeout_s: float, arguments: Mapping[str, Any]) -> Answer | None:
         """Run an operation of one replica; None: it is gone."""
         member = self._members.get(tag)
-        return None if member is None else (await self._ask_all([member], operation, timeout_s, arguments)).get(tag)
+        return None if member is None else (await ask_members([member], operation, timeout_s, arguments)).get(tag)
 
     async def ask_all(
         self, operation: str, timeout_s: float, arguments: Mapping[str, Any], leave_out: str | None = None
@@ -207,7 +148,7 @@ class Coordinator:
         if (refusal := self._unavailable()) is not None:
             return refusal
         members = [member for member in self._started() if member.tag != leave_out]
-        return await self._ask_all(members, operation, timeout_s, arguments)
+        return await ask_members(members, operation, timeout_s, arguments)
 
     async def release_memory(self, tags: Sequence[str], running: str, timeout_s: float) -> dict[str, Answer] | Refusal:
         """Release device memory of all replicas, also of those that start until it is taken back."""
@@ -215,7 +156,7 @@ class Coordinator:
             return refusal
         former = self._released
         self._released = tuple(sorted({*former, *tags}))
-        answers = await self._ask_all(self._started(), "release_memory", timeout_s, {"tags": tags, "running": running})
+        answers = await ask_members(self._started(), "release_memory", timeout_s, {"tags": tags, "running": running})
         self._note_released(answers, former)
         return answers
 
@@ -226,7 +167,7 @@ class Coordinator:
         former = self._released
         if "weights" not in former and (tags is None or "kv_cache" in tags):
             self._released = ()  # for a replica that joins meanwhile; with weights released all refuse
-        answers = await self._ask_all(self._started(), "resume_memory", timeout_s, {"tags": tags})
+        answers = await ask_members(self._started(), "resume_memory", timeout_s, {"tags": tags})
         self._note_released(answers, former)
         return answers
 
@@ -241,7 +182,7 @@ class Coordinator:
         former = self._pause
         if (refusal := await self.set_pause(mode)) is not None:  # before: a replica that joins meanwhile is not asked
             return refusal
-        answers = await self._ask_all(self._started(), "pause", timeout_s, {"mode": mode})
+        answers = await ask_members(self._started(), "pause", timeout_s, {"mode": mode})
         refusals = [answer.refusal for answer in answers.values() if answer.refusal is not None]
         has_refused = len(refusals) == len(answers) > 0 and all(refusal.code != TIMED_OUT for refusal in refusals)
         if has_refused and self._pause == mode:
@@ -291,7 +232,7 @@ class Coordinator:
             return Refusal(status=503, code="fleet_unavailable", message="no replica serves; try again soon")
 
         async def end_all() -> None:
-            await self._ask_all(members, "abort", two_phase.ABORT_S, {"rid": None})
+            await ask_members(members, "abort", two_phase.ABORT_S, {"rid": None})
 
         path = self._path if model_path is None else model_path
 
@@ -334,8 +275,8 @@ class Coordinator:
         async with self._lock:
             members = self._started()
             try:
-                held = await self._ask_all(members, "hold", two_phase.HOLD_S, {})
-                idle = await self._ask_all(members, "is_idle", two_phase.HOLD_S, {})
+                held = await ask_members(members, "hold", two_phase.HOLD_S, {})
+                idle = await ask_members(members, "is_idle", two_phase.HOLD_S, {})
                 failed = {
                     tag: answer.refusal for tag, answer in (*held.items(), *idle.items()) if answer.refusal is not None
                 }
@@ -347,16 +288,16 @@ class Coordinator:
                 if busy:
                     text = f"requests run on {', '.join(busy)}; try again when they have ended"
                     return Refusal(status=400, code="requests_running", message=text)
-                return await self._ask_all(members, "flush", two_phase.COMMIT_S, {"drafts": drafts})
+                return await ask_members(members, "flush", two_phase.COMMIT_S, {"drafts": drafts})
             finally:
-                await self._ask_all(members, "release", two_phase.COMMIT_S, {})
+                await ask_members(members, "release", two_phase.COMMIT_S, {})
 
     async def status(self) -> FleetStatus:
         """The members with their health, and whether their versions are one."""
         members = [member for tag, member in self._members.items() if tag not in self._syncing]
-        answers = await self._ask_all(members, "health", HEALTH_S, {})
+        answers = await ask_members(members, "health", HEALTH_S, {})
         found = [
-            MemberStatus(tag, "loading", None, None, {}) if tag in self._syncing else _status(tag, answers.get(tag))
+            MemberStatus(tag, "loading") if tag in self._syncing else MemberStatus.of(tag, answers.get(tag))
             for tag in self._members
         ]
         return FleetStatus(
@@ -371,7 +312,7 @@ class Coordinator:
         """Let every replica finish what runs, take nothing new, and end the rest after `timeout_s`."""
         for member in self._members.values():
             member.is_leaving = True
-        await self._ask_all(self._started(), "drain", timeout_s + two_phase.COMMIT_S, {"grace_s": timeout_s})
+        await ask_members(self._started(), "drain", timeout_s + two_phase.COMMIT_S, {"grace_s": timeout_s})
 
     def _started(self) -> list[Member]:
         return [member for member in self._members.values() if not member.is_starting]
@@ -441,7 +382,7 @@ class Coordinator:
             self._is_recovering = False
             if late:  # they came while the others were healed
                 self._spawn(self._heal(late))
-            served = _describe_version(self._version)
+            served = describe_version(self._version)
             logger.info("the coordinator is back: %d replicas serve version %s", len(members), served)
 
     async def _settled(self, reports: Mapping[str, Report]) -> dict[str, Report]:
@@ -450,7 +391,7 @@ class Coordinator:
 
         async def settle(member: Member, is_busy: bool) -> Report | None:
             timeout_s = self._prepare_s if is_busy else two_phase.COMMIT_S
-            answer = (await self._ask_all([member], "report", timeout_s, {})).get(member.tag)
+            answer = (await ask_members([member], "report", timeout_s, {})).get(member.tag)
             if answer is None:
                 return None
             if answer.refusal is not None:
@@ -480,50 +421,34 @@ class Coordinator:
             self._version, self._path = report.version, report.model_path
         served, found = (self._version, self._path), (report.version, report.model_path)
         if found != served and not is_older:
-            text = f"it serves {_describe_weights(*found)}, and the fleet {_describe_weights(*served)}"
+            text = f"it serves {describe_weights(*found)}, and the fleet {describe_weights(*served)}"
             await self._evict(member, text)
             return
         fleet = dataclasses.replace(report, version=self._version, model_path=self._path)
         await two_phase.heal({member.tag: report, "": fleet}, [member], prepare_s=self._prepare_s, evict=self._evict)
         if self._pause != report.pause:
             operation, arguments = ("resume", {}) if self._pause is None else ("pause", {"mode": self._pause})
-            await self._ask_all([member], operation, two_phase.COMMIT_S, arguments)
+            await ask_members([member], operation, two_phase.COMMIT_S, arguments)
         missing = [name for name in self._released if name not in report.released]
         if missing:
             arguments = {"tags": missing, "running": "retract"}
-            await self._ask_all([member], "release_memory", two_phase.COMMIT_S, arguments)
+            await ask_members([member], "release_memory", two_phase.COMMIT_S, arguments)
         elif report.released and not self._released:
-            await self._ask_all([member], "resume_memory", two_phase.COMMIT_S, {"tags": None})
+            await ask_members([member], "resume_memory", two_phase.COMMIT_S, {"tags": None})
         self._syncing.discard(member.tag)
 
     def _problem(self, found: Sequence[MemberStatus] = ()) -> str | None:
         if self._is_recovering:
             return "the coordinator was restarted and waits for the replicas"
         if self._syncing:
-            return f"{', '.join(sorted(self._syncing))} loads version {_describe_version(self._version)}"
+            return f"{', '.join(sorted(self._syncing))} loads version {describe_version(self._version)}"
         weights = {(status.version, status.model_path) for status in found if status.version is not None}
         if len({version for version, _ in weights}) < len(weights):
-            return f"replicas serve {', '.join(sorted(_describe_weights(*served) for served in weights))}"
+            return f"replicas serve {', '.join(sorted(describe_weights(*served) for served in weights))}"
         if len(weights) > 1:
             versions = sorted((version for version, _ in weights), key=lambda version: version.update_count)
-            return f"replicas serve versions {', '.join(map(_describe_version, versions))}"
+            return f"replicas serve versions {', '.join(map(describe_version, versions))}"
         return None
-
-    async def _ask_all(
-        self, members: Sequence[Member], operation: str, timeout_s: float, arguments: Mapping[str, Any]
-    ) -> dict[str, Answer]:
-        async def one(member: Member) -> Answer | None:
-            try:
-                return await member.call(operation, timeout_s=timeout_s, **arguments)
-            except MemberGone:
-                return None
-            except TimeoutError:
-                text = f"it has not done {operation} within {timeout_s:g} s"
-                return Answer(refusal=Refusal(status=504, code=TIMED_OUT, message=text))
-
-        answers = await asyncio.gather(*map(one, members))
-        found = zip(members, answers, strict=True)
-        return {member.tag: answer for member, answer in found if answer is not None}
 
     async def _watch(self, member: Member) -> None:
         """Notice the death of a replica."""
@@ -572,19 +497,3 @@ class Coordinator:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a task of the coordinator failed", exc_info=error)
-
-
-def _describe_version(version: WeightVersion) -> str:
-    return f"{short_repr(version.label)} (update {version.update_count})"
-
-
-def _describe_weights(version: WeightVersion, model_path: str | None) -> str:
-    folder = "the weights of the start" if model_path is None else short_repr(model_path)
-    return f"version {_describe_version(version)} of {folder}"
-
-
-def _status(tag: str, answer: Answer | None) -> MemberStatus:
-    if answer is None or answer.refusal is not None:
-        return MemberStatus(tag, "unreachable", None, None, {})
-    details = dict(answer.value)
-    return MemberStatus(tag, details.pop("state"), details.pop("version"), details.pop("model_path"), details)

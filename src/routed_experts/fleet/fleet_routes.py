@@ -5,28 +5,23 @@ Rows are fetched from the replica that keeps them; its tag is part of the ids th
 
 import asyncio
 import dataclasses
-import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import msgspec
-from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from routed_experts.core.errors import InvalidRequestError, field_names
 from routed_experts.core.extra_key import combine_keys
-from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.core.weight_version import WeightVersion
-from routed_experts.engine.control.admission_control import parse_pause_mode
-from routed_experts.engine.control.memory_control import MEMORY_TAGS
+from routed_experts.fleet.fleet_client import ASK_S, FleetClient, values_of
 from routed_experts.fleet.link import Link
-from routed_experts.fleet.messages import Answer, CoordinatorLost, FleetStatus, Refusal, RouteAnswer, RouteCall
+from routed_experts.fleet.messages import FleetStatus, RouteAnswer, RouteCall
 from routed_experts.fleet.metrics_text import fleet_metrics, merge
 from routed_experts.fleet.operations import from_answer
-from routed_experts.fleet.two_phase import COMMIT_S, HOLD_S
+from routed_experts.fleet.request_ids import tag_of
 from routed_experts.server.admin import info_routes, memory_routes, vllm_routes
 from routed_experts.server.admin.control_routes import (
     check_awake,
@@ -40,7 +35,7 @@ from routed_experts.server.body import json_response, read_control
 from routed_experts.server.errors import ApiError, unavailable
 from routed_experts.server.generation_handler import to_seed
 from routed_experts.server.limits import RETRY_AFTER_S
-from routed_experts.server.middleware import random_id, request_owner
+from routed_experts.server.middleware import request_owner
 from routed_experts.server.protocol import (
     AbortRequest,
     ContinueRequest,
@@ -54,42 +49,10 @@ from routed_experts.server.routing import routes as routing_routes
 from routed_experts.server.sse import run_until_disconnect
 from routed_experts.server.state import ServerState
 
-ASK_S = 10.0
-FLUSH_S = 2 * HOLD_S + 2 * COMMIT_S  # also before an update that finds one under way
 GONE_S = 0.02  # in which the end of a connection is noticed that is read together with its request
 METRICS_S = 2.0  # a scrape has a short time of its own: a replica that does not answer is left out
-_MADE_ID = re.compile(r"(?:[a-z]+-)?(r[0-9]+)-[0-9a-f]{32}")  # by a replica: prefix of the dialect, tag, random digits
-_SERVE_ID = re.compile(rb"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # made by Ray Serve for a request without one
 _ROUTING = "/v1/routing/{name}"
 _SENT_ON = (b"range", b"if-range", b"if-none-match")
-_NO_ANSWER = "no replica has answered; try again soon"
-_T = TypeVar("_T")
-
-
-def request_id_maker(tag: str) -> Callable[[], str]:
-    """A function that names requests after the replica that serves them."""
-    return lambda: f"{tag}-{random_id()}"
-
-
-class RequestIds:
-    """ASGI app around the server: removes the X-Request-Id that Ray Serve gives to a request that has none, and leaves
-    the header of the response to Ray Serve. An id of a client that looks like Serve's (a UUID) is taken for one."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        headers = [
-            entry for entry in scope["headers"] if entry[0] != b"x-request-id" or not _SERVE_ID.fullmatch(entry[1])
-        ]
-
-        async def send_on(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                del MutableHeaders(scope=message)["x-request-id"]
-            await send(message)
-
-        await self._app({**scope, "headers": headers}, receive, send_on)
 
 
 def fleet_table(link: Link, *, update_s: float) -> tuple[Entry, ...]:
@@ -147,7 +110,7 @@ class FleetRoutes:
     """The handlers of one replica. Each reads as the server's own of its name does."""
 
     def __init__(self, link: Link, update_s: float) -> None:
-        self._link, self._update_s = link, update_s
+        self._link, self._fleet = link, FleetClient(link, update_s)
 
     async def fetch(self, request: Request, server: ServerState) -> Response:
         """The rows of one choice, from the replica that keeps them: a .npy of the canonical ids, or ?format=safetensors
@@ -160,11 +123,11 @@ class FleetRoutes:
 
     async def stats(self, request: Request, server: ServerState) -> Response:
         """How often each expert was chosen, summed over the replicas, since the start or the last reset."""
-        return routing_routes.stats_response(request, await self._summed_stats(reset=False))
+        return routing_routes.stats_response(request, await self._fleet.routing_stats(reset=False))
 
     async def reset(self, request: Request, server: ServerState) -> Response:
         """Reset the counts of all replicas."""
-        await self._summed_stats(reset=True)
+        await self._fleet.routing_stats(reset=True)
         return json_response({"success": True})
 
     async def models(self, request: Request, server: ServerState) -> Response:
@@ -189,17 +152,17 @@ class FleetRoutes:
 
     async def weight_version(self, request: Request, server: ServerState) -> Response:
         """Say which weights the fleet serves."""
-        return json_response((await self._version()).to_json())
+        return json_response((await self._fleet.version()).to_json())
 
     async def metrics(self, request: Request, server: ServerState) -> Response:
         """Prometheus text of all replicas, each series with the label replica."""
         own = await info_routes.metrics(request, server)
         texts, extra = {self._link.tag: bytes(own.body).decode()}, ""
         try:
-            status = await self._status()
+            status = await self._fleet.status()
             call = _call(request, "/metrics")
             for tag, answer in (
-                await self._ask_all("route", timeout_s=METRICS_S, leave_out_self=True, call=call)
+                await self._fleet.ask_all("route", timeout_s=METRICS_S, leave_out_self=True, call=call)
             ).items():
                 if answer.refusal is None:
                     texts[tag] = answer.value.body.decode()
@@ -214,7 +177,7 @@ class FleetRoutes:
         """A replica makes progress; the body names all. Without the coordinator: this replica does."""
         own = await info_routes.health(request, server)
         try:
-            status = await self._status()
+            status = await self._fleet.status()
         except ApiError:
             return own
         serves = own.status_code == 200 or any(member.state in ("serving", "paused") for member in status.members)
@@ -222,15 +185,14 @@ class FleetRoutes:
 
     async def ready(self, request: Request, server: ServerState) -> Response:
         """Send traffic here: a replica serves, and all serve one version of the weights."""
-        status = await self._status()
+        status = await self._fleet.status()
         is_ready = status.problem is None and any(member.state == "serving" for member in status.members)
         return _probe_response(status, 200 if is_ready else 503)
 
     async def flush_cache(self, request: Request, server: ServerState) -> Response:
         """Drop all cached prefixes of all replicas; refused for all while requests run on one."""
         drafts = parse_drafts(request)
-        answers: dict[str, Answer] | Refusal = await self._call("flush", drafts=drafts, timeout_s=FLUSH_S)
-        return json_response({"success": True, "freed_pages": sum(_values(_checked(answers)))})
+        return json_response({"success": True, "freed_pages": await self._fleet.flush(drafts=drafts)})
 
     async def remember_rollouts(self, request: Request, server: ServerState) -> Response:
         """Take an answer to a prompt as a draft of later ones, on all replicas."""
@@ -242,7 +204,7 @@ class FleetRoutes:
             "choice": rollout.choice or 0,
             "extra_key": combine_keys(rollout.extra_key, rollout.cache_salt),
         }
-        _values(await self._ask_all("remember", **fields))
+        values_of(await self._fleet.ask_all("remember", **fields))
         return json_response({"success": True})
 
     async def abort_request(self, request: Request, server: ServerState) -> Response:
@@ -251,76 +213,76 @@ class FleetRoutes:
         rid, abort_all = body.rid or None, body.abort_all is True
         if (rid is None) != abort_all:
             raise InvalidRequestError("send either rid, or abort_all true", param="rid")
-        counts = _values(await self._ask_all("abort", rid=rid))
+        counts = values_of(await self._fleet.ask_all("abort", rid=rid))
         return json_response({"success": True, "aborted": sum(counts)})
 
     async def pause_generation(self, request: Request, server: ServerState) -> Response:
         """Hold generation on all replicas; new requests queue until it continues."""
         body = await read_control(request, PauseRequest, server.settings, allow_empty=True)
         mode = body.mode or "abort"
-        await self._pause(server, mode)
+        await self._fleet.pause(mode, wait_s=server.settings.request_timeout)
         return json_response({"success": True, "status": "ok", "message": "generation is paused", "mode": mode})
 
     async def continue_generation(self, request: Request, server: ServerState) -> Response:
         """End a pause of all replicas."""
         await read_control(request, ContinueRequest, server.settings, allow_empty=True)
-        await self._resume()
+        await self._fleet.resume()
         return json_response({"success": True, "status": "ok", "message": "generation continues"})
 
     async def pause(self, request: Request, server: ServerState) -> Response:
         """Hold generation on all replicas; new requests queue until it resumes."""
         mode, clears = await vllm_routes.parse_pause(request, server)
-        await self._pause(server, mode)
+        await self._fleet.pause(mode, wait_s=server.settings.request_timeout)
         if clears:
-            _values(await self._ask_all("flush", drafts=False))
+            values_of(await self._fleet.ask_all("flush", drafts=False))
         return json_response(vllm_routes.paused_body(mode))
 
     async def resume(self, request: Request, server: ServerState) -> Response:
         """End a pause of all replicas."""
         await read_control(request, ContinueRequest, server.settings, allow_empty=True)
-        await self._resume()
+        await self._fleet.resume()
         return json_response({"status": "resumed"})
 
     async def reset_prefix_cache(self, request: Request, server: ServerState) -> Response:
         """Drop all cached prefixes of all replicas; running requests keep their pages unless they are reset too."""
         options = await vllm_routes.read_options(request, ResetPrefixCacheRequest, server)
         resets = options.reset_running_requests is True
-        freed = _values(await self._ask_all("reset_prefixes", resets_running=resets))
+        freed = values_of(await self._fleet.ask_all("reset_prefixes", resets_running=resets))
         return json_response({"success": True, "freed_pages": sum(freed)})
 
     async def abort_requests(self, request: Request, server: ServerState) -> Response:
         """End the calls of these ids, or all of all replicas, with what they have."""
         ids = await vllm_routes.read_abort_ids(request, server)
-        return json_response(vllm_routes.aborted_body(sum(_values(await self._ask_all("abort_each", ids=ids)))))
+        return json_response(vllm_routes.aborted_body(sum(values_of(await self._fleet.ask_all("abort_each", ids=ids)))))
 
     async def abort_named_requests(self, request: Request, server: ServerState) -> Response:
         """End the calls of these ids of all replicas with what they have; without ids none is meant."""
         ids = await vllm_routes.read_named_ids(request, server)
-        return json_response(vllm_routes.aborted_body(sum(_values(await self._ask_all("abort_each", ids=ids)))))
+        return json_response(vllm_routes.aborted_body(sum(values_of(await self._fleet.ask_all("abort_each", ids=ids)))))
 
     async def sleep(self, request: Request, server: ServerState) -> Response:
         """Free device memory of all replicas: level 1 the KV pages, level 2 the weights too; requests wait until the
         fleet wakes up."""
         tags, running = await vllm_routes.parse_sleep(request, server)
         timeout_s = server.settings.request_timeout if running == "wait" else ASK_S
-        released = await self._release_memory(tags, running, timeout_s)
+        released = await self._fleet.release_memory(tags, running, timeout_s)
         return json_response({"status": "sleeping", "released": released})
 
     async def wake_up(self, request: Request, server: ServerState) -> Response:
         """Allocate what was freed on all replicas and continue; released weights come by an update before."""
         tags = await vllm_routes.parse_wake_up(request, server)
-        released = await self._resume_memory(tags)
+        released = await self._fleet.resume_memory(tags)
         return json_response({"status": "sleeping" if released else "awake", "released": released})
 
     async def release_memory_occupation(self, request: Request, server: ServerState) -> Response:
         """Free the memory of KV pages, weights or both of all replicas; requests wait until it is taken back."""
         tags = await memory_routes.read_tags(request, server)
-        return json_response(memory_routes.memory_body(await self._release_memory(tags, "retract", ASK_S)))
+        return json_response(memory_routes.memory_body(await self._fleet.release_memory(tags, "retract", ASK_S)))
 
     async def resume_memory_occupation(self, request: Request, server: ServerState) -> Response:
         """Allocate what was released on all replicas and continue; released weights come by an update before."""
         tags = await memory_routes.read_tags(request, server)
-        return json_response(memory_routes.memory_body(await self._resume_memory(tags)))
+        return json_response(memory_routes.memory_body(await self._fleet.resume_memory(tags)))
 
     async def update_weights(self, request: Request, server: ServerState) -> Response:
         """Serve the weights of another checkpoint of the same model on all replicas, or, where one refuses, on none."""
@@ -359,17 +321,15 @@ class FleetRoutes:
             if error.code != "routing_not_found" or error.param is not None:  # it is here, and refused
                 raise
             unknown = error
-        made = _MADE_ID.fullmatch(str(request.path_params["name"]))
-        owner = None if made is None else made[1]
+        owner = tag_of(str(request.path_params["name"]))
         call = _call(request, _ROUTING)
-        found: list[str] | Refusal = await self._call("tags")
-        tags = _checked(found)
+        tags = await self._fleet.tags()
         answers: list[RouteAnswer] = []
         if owner in tags and owner != self._link.tag:
-            answer: Answer | None = await self._call("ask", owner, "route", ASK_S, {"call": call}, timeout_s=2 * ASK_S)
-            answers += [answer.value] if answer is not None and answer.refusal is None else []
+            answer = await self._fleet.route(owner, call)
+            answers += [] if answer is None else [answer]
         if all(map(_is_unknown, answers)):  # also the id of a client that looks like the owner's
-            others = await self._ask_all("route", leave_out_self=True, call=call)
+            others = await self._fleet.ask_all("route", leave_out_self=True, call=call)
             answers += [answer.value for answer in others.values() if answer.refusal is None]
         known = [answer for answer in answers if not _is_unknown(answer)]
         if known:
@@ -379,44 +339,18 @@ class FleetRoutes:
             raise ApiError(text, status=404, code="routing_gone")
         raise unknown
 
-    async def _pause(self, server: ServerState, mode: str) -> None:
-        parse_pause_mode(mode)
-        timeout_s = server.settings.request_timeout if mode == "wait" else ASK_S
-        answers: dict[str, Answer] | Refusal = await self._call("pause", mode, timeout_s, timeout_s=timeout_s + ASK_S)
-        _values(_checked(answers))
-
-    async def _set_pause(self, mode: str | None) -> None:
-        refusal: Refusal | None = await self._call("set_pause", mode)
-        _checked(refusal)
-
-    async def _resume(self) -> None:
-        await self._set_pause(None)
-        _values(await self._ask_all("resume"))
-
-    async def _release_memory(self, tags: Sequence[str] | None, running: str, timeout_s: float) -> list[str]:
-        """Release memory of all replicas; returns what is released on any of them."""
-        chosen = list(MEMORY_TAGS if tags is None else tags)
-        return _union(await self._call("release_memory", chosen, running, timeout_s, timeout_s=timeout_s + ASK_S))
-
-    async def _resume_memory(self, tags: Sequence[str] | None) -> list[str]:
-        """Take memory of all replicas back; returns what is still released on any of them."""
-        return _union(await self._call("resume_memory", tags, ASK_S, timeout_s=2 * ASK_S))
-
-    async def _summed_stats(self, *, reset: bool) -> RoutingStats:
-        return sum_stats(_values(await self._ask_all("routing_stats", reset=reset)))
-
     async def _loads(self, request: Request, server: ServerState) -> list[info_routes.Load]:
         """The load of every data rank of every replica; a replica that does not answer is an error, for who waits until
         a fleet is idle must not be misled."""
         call = dataclasses.replace(_call(request, "/v1/loads"), query=b"")
-        answers = await self._ask_all("route", call=call)
+        answers = await self._fleet.ask_all("route", call=call)
         loads: list[info_routes.Load] = []
-        for tag, answer in zip(answers, _values(answers), strict=True):
+        for tag, answer in zip(answers, values_of(answers), strict=True):
             loads += [{**load, "replica": tag} for load in msgspec.json.decode(answer.body)["loads"]]
         return loads
 
     async def _update(
-        self, request: Request, model_path: str | None, label: str | None, cache: str, **more: Any
+        self, request: Request, model_path: str | None, label: str | None, cache: str, *, abort_first: bool = False
     ) -> WeightVersion:
         """Update all replicas, for a client that is still there: a replica that was stopped finds requests whose
         clients have left, perhaps before others have updated. Raises ClientGone, and ApiError also where a proxy may
@@ -425,84 +359,14 @@ class FleetRoutes:
         if (stop_s := self._link.recent_stop_s) is not None:
             text = f"this replica did not run for {stop_s:.0f} s, and the request may be older than that"
             raise unavailable(f"{text}; nothing is updated, so send it again", code="fleet_unavailable")
-        timeout_s = FLUSH_S + self._update_s + HOLD_S + 3 * COMMIT_S
-        result: WeightVersion | Refusal = await self._call(
-            "update", model_path, label, cache, timeout_s=timeout_s, **more
-        )
-        return _checked(result)
+        return await self._fleet.update(model_path, label, cache, abort_first=abort_first)
 
     async def _with_replicas(self, response: Response, *, version: bool = False) -> Response:
-        status, body = await self._status(), cast("dict[str, Any]", msgspec.json.decode(response.body))
+        status, body = await self._fleet.status(), cast("dict[str, Any]", msgspec.json.decode(response.body))
         body["replicas"] = _replicas(status)
         if version:
-            body |= (await self._version()).to_json()
+            body |= (await self._fleet.version()).to_json()
         return json_response(body)
-
-    async def _version(self) -> WeightVersion:
-        version: WeightVersion | Refusal = await self._call("version")
-        return _checked(version)
-
-    async def _status(self) -> FleetStatus:
-        status: FleetStatus = await self._call("status")
-        return status
-
-    async def _ask_all(
-        self, operation: str, *, timeout_s: float = ASK_S, leave_out_self: bool = False, **arguments: Any
-    ) -> dict[str, Answer]:
-        left_out = self._link.tag if leave_out_self else None
-        answers: dict[str, Answer] | Refusal = await self._call(
-            "ask_all", operation, timeout_s, arguments, left_out, timeout_s=timeout_s + ASK_S
-        )
-        return _checked(answers)
-
-    async def _call(self, method: str, *arguments: Any, timeout_s: float = ASK_S, **more: Any) -> Any:
-        """Call the coordinator. Raises ApiError (503) without one."""
-        try:
-            return await self._link.call(method, *arguments, timeout_s=timeout_s, **more)
-        except CoordinatorLost as error:
-            text = "the coordinator of the fleet is not reached; it is restarted, so try again soon"
-            raise unavailable(text, code="fleet_unavailable") from error
-
-
-def sum_stats(parts: Sequence[Mapping[str, Any]]) -> RoutingStats:
-    """Sum expert counts of several engines, given as the fields of RoutingStats."""
-    if not parts:
-        raise unavailable(_NO_ANSWER, code="fleet_unavailable")
-    return RoutingStats.merge([RoutingStats(**part) for part in parts])
-
-
-def _checked(result: _T | Refusal) -> _T:
-    """Return a result of the coordinator, or raise its refusal."""
-    if isinstance(result, Refusal):
-        raise to_error(result)
-    return result
-
-
-def _values(answers: Mapping[str, Answer]) -> list[Any]:
-    """Return what every replica answered. Raises the refusal, where all refuse alike; else 502 with a list; 503 for
-    no answer at all."""
-    if not answers:
-        raise unavailable(_NO_ANSWER, code="fleet_unavailable")
-    refused = {tag: answer.refusal for tag, answer in answers.items() if answer.refusal is not None}
-    if not refused:
-        return [answer.value for answer in answers.values()]
-    first = next(iter(refused.values()))
-    if len(refused) == len(answers) and {refusal.code for refusal in refused.values()} == {first.code}:
-        raise to_error(first)
-    done = [tag for tag in answers if tag not in refused]
-    lines = "; ".join(f"{tag}: {refusal.message}" for tag, refusal in refused.items())
-    text = f"not done on {lines}; done on {', '.join(done) or 'none'}; repeat the call"
-    raise ApiError(text, status=502, code="replicas_disagree")
-
-
-def _union(answers: dict[str, Answer] | Refusal) -> list[str]:
-    """The tags of memory that is released on any replica."""
-    return sorted({tag for released in _values(_checked(answers)) for tag in released})
-
-
-def to_error(refusal: Refusal) -> ApiError:
-    """The error of HTTP for a refusal."""
-    return ApiError(refusal.message, status=refusal.status, code=refusal.code, param=refusal.param)
 
 
 def _call(request: Request, route: str) -> RouteCall:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from routed_experts.core.errors import InvalidRequestError, RoutedExpertsError
 from routed_experts.core.weight_version import WeightVersion
-from routed_experts.fleet.coordinator import POLL_S
+from routed_experts.fleet.member import POLL_S
 from routed_experts.fleet.messages import Answer, CoordinatorLost, Joined, Refusal, Report, Task
 from routed_experts.fleet.stop_clock import StopClock
 

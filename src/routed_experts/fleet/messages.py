@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.weight_version import WeightVersion
 
 
@@ -104,9 +105,17 @@ class MemberStatus:
 
     tag: str
     state: str
-    version: WeightVersion | None
-    model_path: str | None
-    details: Mapping[str, Any]
+    version: WeightVersion | None = None
+    model_path: str | None = None
+    details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @staticmethod
+    def of(tag: str, answer: Answer | None) -> "MemberStatus":
+        """The status from a replica's answer to a probe; None: it has gone."""
+        if answer is None or answer.refusal is not None:
+            return MemberStatus(tag, "unreachable")
+        details = dict(answer.value)
+        return MemberStatus(tag, details.pop("state"), details.pop("version"), details.pop("model_path"), details)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,3 +127,14 @@ class FleetStatus:
     version: WeightVersion
     problem: str | None
     deaths: int
+
+
+def describe_version(version: WeightVersion) -> str:
+    """A version as errors and logs write it."""
+    return f"{short_repr(version.label)} (update {version.update_count})"
+
+
+def describe_weights(version: WeightVersion, model_path: str | None) -> str:
+    """A version and the folder of its weights, as errors and logs write them."""
+    folder = "the weights of the start" if model_path is None else short_repr(model_path)
+    return f"version {describe_version(version)} of {folder}"

@@ -19,12 +19,13 @@ from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.engine.build.builder import Phase
 from routed_experts.engine.engine import Engine
 from routed_experts.execution.absent_tpu import skip_absent_tpu
-from routed_experts.fleet.fleet_routes import RequestIds, fleet_table, request_id_maker
+from routed_experts.fleet.fleet_routes import fleet_table
 from routed_experts.fleet.follower_actor import start_followers
 from routed_experts.fleet.link import Link, to_refusal
 from routed_experts.fleet.messages import CoordinatorLost
 from routed_experts.fleet.operations import Operations, weight_member
 from routed_experts.fleet.ray_runtime import CoordinatorClient, actor_id, import_ray
+from routed_experts.fleet.request_ids import RequestIds, request_id_maker
 from routed_experts.fleet.serve_environment import HAPROXY, PYTHON_PROXY, check_proxy
 from routed_experts.fleet.spec import ReplicaSpec
 from routed_experts.server.app import make_app
