@@ -60,7 +60,8 @@ def start_here(folder: str) -> None:
     """A start as a user has it; prints its phases as one JSON line."""
     start_s = time.perf_counter()
     from routed_experts.core.server_args import ServerArgs
-    from routed_experts.engine.build.builder import PhaseClock, build_engine
+    from routed_experts.engine.build.builder import build_engine
+    from routed_experts.engine.build.startup_phases import PhaseClock
     from routed_experts.execution.compilation_cache import enable_compilation_cache
 
     enable_compilation_cache()  # as Engine does

@@ -30,7 +30,8 @@ from common import HF_CONFIG, Prompts, print_table, progress, write_result
 
 from routed_experts.core.io_struct import TokenIDOut
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.build.builder import PhaseClock, build_engine
+from routed_experts.engine.build.builder import build_engine
+from routed_experts.engine.build.startup_phases import PhaseClock
 from routed_experts.engine.control.components import EngineComponents
 from routed_experts.engine.loop.core import EngineCore
 from routed_experts.models.model_folder import ModelFolder

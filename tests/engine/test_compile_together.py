@@ -7,7 +7,7 @@ import pytest
 
 from engine.test_process_group import TIMEOUT_S, group
 from routed_experts.core.errors import ProcessMismatchError
-from routed_experts.engine.build.builder import _compile_together
+from routed_experts.engine.build.runner_builder import compile_together
 from routed_experts.execution.orders import MAX_HEAD_BYTES, Order, OrderKind, encode
 
 PROGRAMS = [f"{number:012x} ('forward', {number})" for number in range(3)]
@@ -25,10 +25,10 @@ class Compiled:
 
 
 def outcomes(*programs):
-    """By rank, the number of programs or the error of `_compile_together`."""
+    """By rank, the number of programs or the error of `compile_together`."""
     with group(num_followers=len(programs) - 1) as (leader, followers, _), ThreadPoolExecutor(len(programs)) as pool:
         running = [
-            pool.submit(_compile_together, Compiled(digests), member)
+            pool.submit(compile_together, Compiled(digests), member)
             for digests, member in zip(programs, [leader, *followers], strict=True)
         ]
         return [future.exception(TIMEOUT_S) or future.result() for future in running]

@@ -11,7 +11,7 @@ import pytest
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.build.builder import DEFAULT_BACKENDS
+from routed_experts.engine.build.backends import DEFAULT_BACKENDS
 from routed_experts.execution.forward_batch import pack
 from routed_experts.execution.programs import ProgramSpec, forward
 from routed_experts.layers.tpu.backends import tpu_attention, tpu_kernels

@@ -19,7 +19,7 @@ from routed_experts import Engine
 from routed_experts.core.errors import CheckpointError, ConfigError
 from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.build.builder import DEFAULT_BACKENDS
+from routed_experts.engine.build.backends import DEFAULT_BACKENDS
 from routed_experts.execution.aot_programs import RunnerConfig, lowerings
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.programs import ProgramSpec

@@ -32,7 +32,7 @@ from routed_experts import (
     follow,
 )
 from routed_experts.core.model_worker_batch import SamplingMode
-from routed_experts.engine.build import builder
+from routed_experts.engine.build import runner_builder
 from routed_experts.engine.build.backends import BackendRegistry
 from routed_experts.engine.control import weight_control
 from routed_experts.engine.follower import Follower
@@ -119,8 +119,8 @@ def set_trap(trap, *, leads):
         return Order(kind=order.kind, seq=order.seq, head=order.head, arrays=(packed, *order.arrays[1:]))
 
     if at == "load":
-        load = builder.load_model
-        builder.load_model = lambda *args, **kwargs: (spring(), load(*args, **kwargs))[1]
+        load = runner_builder.load_model
+        runner_builder.load_model = lambda *args, **kwargs: (spring(), load(*args, **kwargs))[1]
     elif at == "compile":
         compile_in_order = ModelRunner.compile_in_order
         ModelRunner.compile_in_order = lambda runner: (spring(), compile_in_order(runner))[1]

@@ -23,7 +23,7 @@ from routed_experts.core.installation import missing_library
 from routed_experts.core.server_args import ServerArgs
 
 if TYPE_CHECKING:
-    from routed_experts.engine.build.builder import Phase
+    from routed_experts.engine.build.startup_phases import Phase
     from routed_experts.engine.process_group import AnyGroup
     from routed_experts.server.probes import FollowerHealth, ProbeServer
 

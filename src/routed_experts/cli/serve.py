@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from routed_experts.engine.async_engine import AsyncEngine
-    from routed_experts.engine.build.builder import Phase
+    from routed_experts.engine.build.startup_phases import Phase
     from routed_experts.engine.process_group import AnyGroup
     from routed_experts.server.state import ServerState
 

@@ -18,7 +18,7 @@ from routed_experts.demo.drafts import answer_with_drafts
 from routed_experts.demo.outputs import DemoOutput, generate
 from routed_experts.demo.startup import CompileClock
 from routed_experts.demo.terminal import Screen
-from routed_experts.engine.build.builder import Phase
+from routed_experts.engine.build.startup_phases import Phase
 from routed_experts.engine.engine import Engine
 from routed_experts.layers.native import toolchain
 from routed_experts.models.loading.model_source import demo_model_path

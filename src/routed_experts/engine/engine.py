@@ -38,8 +38,9 @@ from routed_experts.core.server_args import KVCacheDtype, Quantization, ServerAr
 from routed_experts.core.speculative_config import SpeculativeConfig
 from routed_experts.core.weight_version import INITIAL_LABEL, WeightVersion, int_as_text
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS, BackendRegistry
-from routed_experts.engine.build.builder import Phase, PhaseClock, build_engine
+from routed_experts.engine.build.builder import build_engine
 from routed_experts.engine.build.group_start import join_group
+from routed_experts.engine.build.startup_phases import Phase, PhaseClock
 from routed_experts.engine.control.admission_control import AdmissionControl
 from routed_experts.engine.control.context import EngineContext
 from routed_experts.engine.control.internal_state import internal_state

@@ -26,8 +26,9 @@ from routed_experts.core.placement_config import PlacementConfig
 from routed_experts.core.server_args import KVCacheDtype, Quantization, ServerArgs
 from routed_experts.core.speculative_config import SpeculativeConfig
 from routed_experts.core.weight_version import INITIAL_LABEL, int_as_text
-from routed_experts.engine.build.builder import Phase, PhaseClock, build_follower
+from routed_experts.engine.build.builder import build_follower
 from routed_experts.engine.build.group_start import join_group
+from routed_experts.engine.build.startup_phases import Phase, PhaseClock
 from routed_experts.engine.control.score import ScoreInputs, ScorePrograms
 from routed_experts.engine.control.served_model import ServedModel
 from routed_experts.engine.control.weights import load_ready, value_digests

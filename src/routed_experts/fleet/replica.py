@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from routed_experts.core.errors import EngineDeadError, MachineError, RoutedExpertsError
 from routed_experts.engine.async_engine import AsyncEngine
-from routed_experts.engine.build.builder import Phase
+from routed_experts.engine.build.startup_phases import Phase
 from routed_experts.engine.engine import Engine
 from routed_experts.execution.absent_tpu import skip_absent_tpu
 from routed_experts.fleet.fleet_routes import fleet_table
