@@ -55,9 +55,10 @@ from routed_experts.engine.control.weights import Weights
 from routed_experts.engine.loop.engine_thread import EngineThread
 from routed_experts.engine.process_group import LeadingGroup
 from routed_experts.engine.requests.generation import AsyncGeneration, GenerationCall
-from routed_experts.engine.requests.input_processor import InputProcessor, RequestLimits, is_nested
+from routed_experts.engine.requests.input_processor import InputProcessor, RequestLimits
 from routed_experts.engine.requests.outputs import RequestOutput, check_stream, stream_outputs
 from routed_experts.engine.requests.sglang_output import sglang_output
+from routed_experts.engine.requests.token_ids import is_nested
 from routed_experts.engine.requests.tokenizer import Tokenizer
 from routed_experts.execution.compilation_cache import enable_compilation_cache
 from routed_experts.execution.compile_count import CompileCount

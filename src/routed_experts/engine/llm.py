@@ -24,10 +24,10 @@ from routed_experts.core.server_args import KVCacheDtype, Quantization, ServerAr
 from routed_experts.core.speculative_config import SpeculativeConfig
 from routed_experts.engine.control.score import ScoreOutput
 from routed_experts.engine.engine import Engine
-from routed_experts.engine.requests.input_processor import is_nested
 from routed_experts.engine.requests.outputs import RequestOutput, check_arrays, request_output
 from routed_experts.engine.requests.routing_options import RoutingDefaults
 from routed_experts.engine.requests.sequence_state import SequenceState
+from routed_experts.engine.requests.token_ids import is_nested
 
 DEFAULT_MAX_TOKENS = 16
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}

@@ -26,8 +26,8 @@ from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.core.weight_version import to_label
-from routed_experts.engine.requests.input_processor import is_nested
 from routed_experts.engine.requests.prompt_lists import PER_PROMPT, split_by_prompt
+from routed_experts.engine.requests.token_ids import is_nested
 from routed_experts.fleet.follower_actor import start_followers
 from routed_experts.fleet.ray_runtime import actor_id, import_ray
 from routed_experts.fleet.settings import FleetSettings

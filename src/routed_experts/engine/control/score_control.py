@@ -21,7 +21,7 @@ from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.weight_version import WeightVersion
 from routed_experts.engine.control.context import EngineContext
 from routed_experts.engine.control.score import ScoreOutput
-from routed_experts.engine.requests.input_processor import is_nested
+from routed_experts.engine.requests.token_ids import is_nested
 from routed_experts.replay.check import check_record, check_weights
 
 

@@ -1,13 +1,11 @@
 """InputProcessor: validates and tokenises a call. A GenerateReqInput becomes one request a choice of each prompt, or a
 typed error before a page is touched. Dims: S tokens of a prompt."""
 
-import collections
 import dataclasses
 import hashlib
 import itertools
-import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -29,15 +27,15 @@ from routed_experts.core.grammar_spec import TOKENS, GrammarSpec
 from routed_experts.core.grammar_state import CompiledGrammar
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from routed_experts.core.model_worker_batch import MAX_BIAS, MAX_GIVEN_IDS
-from routed_experts.core.request_id import REQUEST_ID, REQUEST_ID_RULE
-from routed_experts.core.sampling_params import FIELDS, ResolvedSampling, SamplingParams, sent_names
-from routed_experts.engine.requests.prompt_lists import PromptCalls, split_by_prompt
+from routed_experts.core.sampling_params import ResolvedSampling, SamplingParams
+from routed_experts.engine.requests.prompt_lists import split_by_prompt
+from routed_experts.engine.requests.prompt_params import PromptParams, logprob_options, sampling_params_of
+from routed_experts.engine.requests.request_ids import request_ids
 from routed_experts.engine.requests.routing_options import SGLANG_DEFAULTS, RoutingDefaults, resolve_routing_options
+from routed_experts.engine.requests.token_ids import as_integers, is_id, is_nested
 from routed_experts.engine.requests.tokenizer import Tokenizer
 from routed_experts.grammar.compiler import GrammarCompiler
 from routed_experts.grammar.token_rules import TokenRules
-
-MAX_TOP_LOGPROBS = 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +95,10 @@ class InputProcessor:
         prompts = list(self._prompts(request))
         is_batch = not isinstance(request.text, str) and (request.text is not None or is_nested(request.input_ids))
         split = split_by_prompt(request, len(prompts), is_batch=is_batch)
-        params = [_sampling_params(split, index) for index in range(len(prompts))]
+        params = [sampling_params_of(split, index) for index in range(len(prompts))]
         counts = [1 if own.values.n is None else int(own.values.n) for own in params]
         self._check_num_requests(counts)
-        all_ids = _request_ids(request, split, counts)
+        all_ids = request_ids(request, split, counts)
         prediction, rank = self._prediction(request, len(prompts)), self._data_parallel_rank(request)
         default = self.limits.default_max_tokens if default_max_tokens is None else default_max_tokens
         requests: list[TokenizedGenerateReqInput] = []
@@ -118,7 +116,7 @@ class InputProcessor:
                     defaults=routing,
                     names=own.names,
                 )
-                return_logprob, start, top = _logprob_options(call, own.values, ids.size)
+                return_logprob, start, top = logprob_options(call, own.values, ids.size)
                 given_ids = self._given_ids(call) if return_logprob else ()
                 sampling, stop_token_ids, grammar = self._resolve_params(
                     own, ids.size, split.prompt_field, default, cut=cut_max_tokens
@@ -151,7 +149,7 @@ class InputProcessor:
         return requests
 
     def _resolve_params(
-        self, params: "_PromptParams", prompt_len: int, prompt_field: str, default_max_tokens: int, *, cut: bool
+        self, params: PromptParams, prompt_len: int, prompt_field: str, default_max_tokens: int, *, cut: bool
     ) -> tuple[ResolvedSampling, frozenset[int], CompiledGrammar | None]:
         """The sampling values of one prompt, the token ids that stop it, and its grammar. Errors have the names that
         were sent."""
@@ -187,7 +185,7 @@ class InputProcessor:
         input_ids: Any = request.input_ids
         rows = input_ids if is_nested(input_ids) else [input_ids]
         self.check_count("input_ids", len(rows))
-        yield from _each_prompt("input_ids", rows, lambda ids: self._check_ids(_as_integers(ids), "input_ids"))
+        yield from _each_prompt("input_ids", rows, lambda ids: self._check_ids(as_integers(ids), "input_ids"))
 
     def _encode(self, text: object) -> Int32[np.ndarray, " S"]:
         """Token ids of one prompt that is text."""
@@ -232,7 +230,7 @@ class InputProcessor:
             except InvalidRequestError as error:
                 raise error.renamed("prediction") from error
         else:
-            ids = _as_integers(prediction, "prediction")
+            ids = as_integers(prediction, "prediction")
         if ids.size > limits.context_length:
             text = f"{PARAM} has {ids.size} tokens, above the context of {limits.context_length}"
             raise InvalidRequestError(f"{text}; shorten it", param="prediction")
@@ -248,7 +246,7 @@ class InputProcessor:
 
     def check_rollout(self, ids: Sequence[int], param: str) -> Int32[np.ndarray, " S"]:
         """Token ids of a prompt or of an answer that are handed in as drafts. Raises InvalidRequestError."""
-        array = self._check_in_vocabulary(_as_integers(ids, param), param)
+        array = self._check_in_vocabulary(as_integers(ids, param), param)
         if not 0 < array.size <= self.limits.context_length:
             text = f"{PARAM} has {array.size} tokens; give 1 to {self.limits.context_length}"
             raise InvalidRequestError(text, param=param)
@@ -300,7 +298,7 @@ class InputProcessor:
         given, param = call.token_ids_logprob, "token_ids_logprob"
         if given is None:
             return ()
-        if not isinstance(given, list | tuple) or not all(map(_is_id, given)):
+        if not isinstance(given, list | tuple) or not all(map(is_id, given)):
             raise InvalidRequestError(f"{PARAM}={short_repr(given)} must be a flat list of integers", param=param)
         ids, vocab = tuple(int(cast("int", token)) for token in given), self.limits.vocab_size
         wrong = next((token for token in ids if not 0 <= token < vocab), None)
@@ -415,135 +413,7 @@ def _each_prompt(
         yield ids
 
 
-def is_nested(input_ids: object) -> bool:
-    """Whether these token ids are several rows, one a prompt."""
-    if isinstance(input_ids, np.ndarray):
-        return input_ids.ndim > 1
-    rows: Sequence[object] = input_ids if isinstance(input_ids, list | tuple) else ()
-    return len(rows) > 0 and all(isinstance(row, list | tuple | range | np.ndarray) for row in rows)
-
-
 def _check_flags(request: GenerateReqInput) -> None:
     for param, flag in (("stream", request.stream), ("return_logprob", request.return_logprob)):
         if flag is not None and not isinstance(flag, bool):
             raise InvalidRequestError(f"{PARAM}={short_repr(flag)} must be True or False", param=param)
-
-
-def _request_ids(
-    request: GenerateReqInput, split: PromptCalls, counts: Sequence[int]
-) -> list[tuple[str, str, list[str]]]:
-    """For each prompt the id of the call, or its own in a list of ids; the id of its group, which is no request id; and
-    the ids of its choices. One id for the call is followed by the number of the sequence, where there are several; an
-    id of a prompt by the number of the choice. Raises InvalidRequestError where two prompts would share an id."""
-    for index, rid in enumerate(request.rid if isinstance(request.rid, list | tuple) else [request.rid]):
-        if rid is not None and (not isinstance(rid, str) or not REQUEST_ID.fullmatch(rid)):
-            text = f"{PARAM}={short_repr(rid)} must be {REQUEST_ID_RULE}; change it"
-            raise split.error_at(InvalidRequestError(text, param="rid"), index)
-    if isinstance(request.rid, list | tuple):
-        ids = ((str(call.rid), n) for call, n in zip(split.calls, counts, strict=True))
-        prompts = [(rid, f"{rid}/", [rid] if n == 1 else [f"{rid}-{choice}" for choice in range(n)]) for rid, n in ids]
-        counts_of_ids = collections.Counter(itertools.chain(*({rid, *rids} for rid, _, rids in prompts)))
-        if repeated := next((rid for rid, count in counts_of_ids.items() if count > 1), None):
-            text = f"Duplicate request ID: {PARAM} and the number of a choice make {repeated!r} twice; choose other ids"
-            raise InvalidRequestError(text, param="rid", code="duplicate_request_id")
-        return prompts
-    call_id = request.rid if isinstance(request.rid, str) else secrets.token_hex(8)
-    firsts = itertools.accumulate(counts, initial=0)
-    return [
-        (
-            call_id,
-            f"{call_id}/{index}",
-            [call_id] if sum(counts) == 1 else [f"{call_id}-{first + choice}" for choice in range(n)],
-        )
-        for index, (first, n) in enumerate(zip(firsts, counts, strict=False))
-    ]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _PromptParams:
-    """The sampling parameters of a prompt. `names`: of those that were sent by name, as they were; `is_own`: other
-    prompts have theirs."""
-
-    values: SamplingParams
-    names: Mapping[str, str]
-    is_own: bool
-
-    @property
-    def own_fields(self) -> set[str]:
-        """The fields of this prompt alone, by both names."""
-        fields = [field for field in FIELDS if self.is_own and getattr(self.values, field) is not None]
-        return {*fields, *(self.names.get(field, field) for field in fields)}
-
-
-def _sampling_params(split: PromptCalls, index: int) -> _PromptParams:
-    """The sampling parameters of a prompt in either form; `max_new_tokens` beside them must agree."""
-    request = split.calls[index]
-    has_own = "sampling_params" in split.lists
-    try:
-        params = request.sampling_params
-        if not isinstance(params, SamplingParams):
-            params = SamplingParams.from_dict({} if params is None else _check_mapping(params))
-        names = sent_names(request.sampling_params)
-        if request.max_new_tokens is not None:
-            names["max_tokens"] = "max_new_tokens"
-            params = _with_length(params, request.max_new_tokens, names)
-    except InvalidRequestError as error:
-        raise_as(error, split.error_at(error, index, (error.param,) if has_own else ()))
-    return _PromptParams(values=params, names=names, is_own=has_own)
-
-
-def _with_length(params: SamplingParams, max_new_tokens: int, names: Mapping[str, str]) -> SamplingParams:
-    """Sampling parameters with a length that was given beside them."""
-    if params.max_tokens is not None and params.max_tokens != max_new_tokens:
-        text = f"{PARAM}={short_repr(max_new_tokens)}, but sampling_params have {params.max_tokens}; give it once"
-        raise InvalidRequestError(text, param="max_new_tokens", code="conflicting_parameters")
-    try:
-        return dataclasses.replace(params, max_tokens=max_new_tokens)
-    except InvalidRequestError as error:
-        raise_as(error, error.with_names(names))
-
-
-def _check_mapping(params: object) -> Mapping[str, object]:
-    if not isinstance(params, Mapping):
-        text = f"{PARAM}={short_repr(params)} must be SamplingParams or a mapping such as {{'temperature': 0.7}}"
-        raise InvalidRequestError(text, param="sampling_params")
-    return params
-
-
-def _logprob_options(request: GenerateReqInput, params: SamplingParams, prompt_len: int) -> tuple[bool, int, int]:
-    """Whether logprobs are returned, the prompt token that they start at (-1: none), and how many alternatives."""
-    start = -1 if request.logprob_start_len is None else request.logprob_start_len
-    start = 0 if params.prompt_logprobs is not None else start
-    top = 0 if request.top_logprobs_num is None else request.top_logprobs_num
-    if isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= MAX_TOP_LOGPROBS:
-        raise InvalidRequestError(f"{PARAM}={short_repr(top)} must be 0..{MAX_TOP_LOGPROBS}", param="top_logprobs_num")
-    if isinstance(start, bool) or not isinstance(start, int) or not -1 <= start < prompt_len:
-        text = f"{PARAM}={short_repr(start)} must be -1 (none of the prompt) or 0..{prompt_len - 1}"
-        raise InvalidRequestError(text, param="logprob_start_len", depends_on_prompt=True)
-    if not (request.return_logprob or params.logprobs is not None or params.prompt_logprobs is not None):
-        return False, -1, 0
-    return True, start, max(top, params.logprobs or 0, params.prompt_logprobs or 0)
-
-
-def _as_integers(ids: object, param: str = "input_ids") -> np.ndarray:
-    """Token ids as integers; refuses what only looks like an integer. Those that int64 does not hold are out of any
-    vocabulary, and stay as they are for its message."""
-    if isinstance(ids, np.ndarray):
-        array = ids
-    else:
-        parts: list[Any] | None = list(ids) if isinstance(ids, Sequence) and not isinstance(ids, str | bytes) else None
-        if parts is None or not all(_is_id(part) for part in parts):
-            several = ", or a list of such lists" if param == "input_ids" else ""
-            raise InvalidRequestError(f"{PARAM}={short_repr(ids)} must be a list of token ids{several}", param=param)
-        try:
-            array = np.asarray(parts, np.int64)
-        except OverflowError:
-            return np.asarray(parts, object)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        text = f"{PARAM} of shape {array.shape} and type {array.dtype} must be a row of integers"
-        raise InvalidRequestError(text, param=param)
-    return array if array.dtype == np.uint64 else array.astype(np.int64)
-
-
-def _is_id(part: object) -> bool:
-    return isinstance(part, int | np.integer) and not isinstance(part, bool)
