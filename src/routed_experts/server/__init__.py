@@ -9,7 +9,8 @@ openai/handler -> sse.
     app, openapi             table of routes and its description
     openai/ anthropic/ sglang/ vllm/    one dialect each: body -> GenerateReqInput, outputs -> JSON
     routing/                 rows in responses and by reference, scores, expert counts
-    admin/                   weights, pause, health, metrics
+    admin/                   weights, pause, health, memory
+    metrics/                 what Prometheus reads
     chat_handler             responses that are made of items: /v1/responses, /v1/messages
     chat_prompt, tools, forced_calls     messages and tools as a prompt, and calls that must be made
     probes                   the health routes of a follower, which serves nothing else

@@ -18,9 +18,9 @@ from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PARAM, InvalidRequestError, RoutedExpertsError, field_names
 from routed_experts.core.io_struct import FinishReason, StrOut, TokenizedGenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.server.admin.metrics import FinishedRequest
 from routed_experts.server.errors import ApiError
 from routed_experts.server.limits import INLINE_BYTES, MAX_BACKLOG, ServerSettings
+from routed_experts.server.metrics.finished_request import FinishedRequest
 from routed_experts.server.protocol import StreamOptions
 from routed_experts.server.routing.response import check_list_format, payload_bytes, split_for_events, to_stored
 from routed_experts.server.routing.store import StoreEntry
