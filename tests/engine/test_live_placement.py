@@ -35,7 +35,7 @@ from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.sharding import AXIS
 from routed_experts.placement import rebalance
 from routed_experts.server.metrics.metrics import Metrics
-from routed_experts.server.routing.store import RoutingStore
+from routed_experts.server.routing_store import RoutingStore
 from support.engines import assert_idle, assert_nothing_allocated
 from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint

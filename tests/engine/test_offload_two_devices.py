@@ -28,7 +28,7 @@ from routed_experts.execution.model_runner import ModelRunner
 from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.server.metrics.metrics import Metrics
-from routed_experts.server.routing.store import RoutingStore
+from routed_experts.server.routing_store import RoutingStore
 from support.engines import assert_idle, assert_nothing_allocated
 from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import write_tiny_checkpoint

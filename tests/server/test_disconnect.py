@@ -16,7 +16,7 @@ import pytest
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.server import sse
 from routed_experts.server.http_protocol import LimitedProtocol
-from routed_experts.server.routing.store import StoredRows
+from routed_experts.server.routing_store import StoredRows
 from support.engines import assert_idle, on_engine_thread
 from support.http_server import parse_error, running, stream
 

@@ -13,7 +13,7 @@ from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.engine.requests.tokenizer import Tokenizer
 from routed_experts.server.limits import INLINE_BYTES, MAX_UNKNOWN_NAMES, MAX_WAITING_PAUSES
 from routed_experts.server.routing import routes
-from routed_experts.server.routing.store import StoredRows
+from routed_experts.server.routing_store import StoredRows
 from support.engines import on_engine_thread
 from support.http_server import parse_error, stream
 

@@ -5,7 +5,7 @@ import pytest
 
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.server.errors import ApiError
-from routed_experts.server.routing.store import RoutingStore, StoredRows
+from routed_experts.server.routing_store import RoutingStore, StoredRows
 
 
 class Clock:

@@ -15,4 +15,5 @@ openai/handler -> sse.
     chat_prompt, tools, forced_calls     messages and tools as a prompt, and calls that must be made
     probes                   the health routes of a follower, which serves nothing else
     state, generation_handler, body, protocol, chat_template, sse, errors, executors, limits     shared by the routes
+    routing_store, cached_reader, integrity     what the state holds beside the engine
     playground               the page at /"""

@@ -23,7 +23,7 @@ from routed_experts.server.limits import INLINE_BYTES, MAX_BACKLOG, ServerSettin
 from routed_experts.server.metrics.finished_request import FinishedRequest
 from routed_experts.server.protocol import StreamOptions
 from routed_experts.server.routing.response import check_list_format, payload_bytes, split_for_events, to_stored
-from routed_experts.server.routing.store import StoreEntry
+from routed_experts.server.routing_store import StoreEntry
 from routed_experts.server.sse import EventStream, RequestTimeout, StreamForm, run_until_disconnect
 from routed_experts.server.state import ServerState
 

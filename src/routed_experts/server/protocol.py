@@ -1,6 +1,7 @@
 """Request bodies of all routes as structs, from which the OpenAPI document is made. None means absent.
 
-A struct checks the types of the JSON; values are checked where they are used."""
+A struct checks the types of the JSON; values are checked where they are used. The module is long because all bodies are
+in it: fields that routes share stand in common bases."""
 
 from typing import Any
 

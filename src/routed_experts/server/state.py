@@ -18,13 +18,13 @@ from routed_experts.engine.requests.routing_options import RoutingDefaults
 from routed_experts.engine.requests.tokenizer import Tokenizer
 from routed_experts.models.loading.model_source import full_path, model_name
 from routed_experts.parsing import ResponseFormat, resolve_format
+from routed_experts.server.cached_reader import CachedReader
 from routed_experts.server.errors import ApiError, unavailable
 from routed_experts.server.executors import BoundedExecutor, run_in_thread_if_large
 from routed_experts.server.integrity import IntegrityWatch
 from routed_experts.server.limits import INLINE_BYTES, MAX_SCORING_CALLS, MAX_WAITING_PAUSES, ServerSettings
 from routed_experts.server.metrics.metrics import Metrics
-from routed_experts.server.routing.stats import CachedReader
-from routed_experts.server.routing.store import RoutingStore
+from routed_experts.server.routing_store import RoutingStore
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

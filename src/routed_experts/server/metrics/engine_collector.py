@@ -10,7 +10,7 @@ from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.engine.control.stats import DataRankStats, EngineStats, PlacementStats
 from routed_experts.server.metrics.compat_metrics import Compat, CompatMetrics
 from routed_experts.server.metrics.families import PREFIX, by_label, counters, gauges
-from routed_experts.server.routing.store import RoutingStore
+from routed_experts.server.routing_store import RoutingStore
 
 _OUTCOMES = ("stop", "length", "abort", "timeout", "rejected", "error")
 

@@ -18,7 +18,7 @@ from routed_experts.server.metrics.compat_metrics import Compat, CompatMetrics
 from routed_experts.server.metrics.engine_collector import EngineCollector
 from routed_experts.server.metrics.families import PREFIX, SECONDS, by_label
 from routed_experts.server.metrics.finished_request import FinishedRequest
-from routed_experts.server.routing.store import RoutingStore
+from routed_experts.server.routing_store import RoutingStore
 
 logger = logging.getLogger("routed_experts.server")
 

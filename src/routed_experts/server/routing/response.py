@@ -22,7 +22,7 @@ from routed_experts.engine.requests.sequence_state import SequenceState
 from routed_experts.formats.wire import PROMPT_KEY, START_KEY, encode_ref, encode_rows
 from routed_experts.server.limits import MAX_EVENT_PAYLOAD, MAX_LISTED_IDS, ServerSettings
 from routed_experts.server.protocol import RoutingFields
-from routed_experts.server.routing.store import StoredRows
+from routed_experts.server.routing_store import StoredRows
 
 _DIALECTS: Mapping[str, tuple[bool, str]] = MappingProxyType(  # enabled, format
     {"sglang": (False, "int32"), "vllm021": (True, "list"), "vllm": (True, "npy")}

@@ -19,7 +19,7 @@ from routed_experts.server.body import json_response
 from routed_experts.server.errors import ApiError, to_response
 from routed_experts.server.executors import run_in_thread_if_large
 from routed_experts.server.middleware import request_owner
-from routed_experts.server.routing.store import HttpMeta, StoredRows
+from routed_experts.server.routing_store import HttpMeta, StoredRows
 from routed_experts.server.state import ServerState
 
 ENCODINGS = ("npy", "safetensors")

@@ -38,7 +38,7 @@ from routed_experts.server.routing.response import (
     sglang_defaults,
     to_routing_params,
 )
-from routed_experts.server.routing.store import StoredRows
+from routed_experts.server.routing_store import StoredRows
 from routed_experts.server.sse import run_until_disconnect
 from routed_experts.server.state import ServerState
 

@@ -1,7 +1,6 @@
-"""Expert counts of an engine, read by several clients at once, and how evenly they are spread.
+"""CachedReader: the expert counts of an engine, read by several clients at once.
 
-Counts are read on the engine thread, between two steps; concurrent readers share one read. Event loop only. Dims: M MoE
-layers, E experts."""
+Counts are read on the engine thread, between two steps; concurrent readers share one read. Event loop only."""
 
 import asyncio
 from collections.abc import Callable
