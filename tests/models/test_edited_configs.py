@@ -12,6 +12,7 @@ import transformers
 
 from oracles.families import CASES, SIZES, Oracle
 from routed_experts.core.errors import CheckpointError
+from routed_experts.layers.routing import replay_topk
 from routed_experts.models.base.config_reader import ConfigReader, read_eos_token_ids
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.registry import FAMILIES
@@ -319,6 +320,24 @@ def test_ling_says_in_either_way_which_part_of_a_head_is_rotated(tmp_path):
     assert parse("BailingMoeV2", rest) == parse(
         "BailingMoeV2", values | {"rope_theta": 6e5, "routed_scaling_factor": 1.0}
     )
+
+
+def test_ling_leaves_the_score_of_a_single_expert_and_may_have_no_shared_expert(tmp_path):
+    """As the Python code of its checkpoints does (BailingMoeV2Gate, BailingMoeV2SparseMoeBlock)."""
+    Oracle(CASES["BailingMoeV2"], tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    routers = {
+        top_k: parse("BailingMoeV2", values | {"num_experts_per_tok": top_k}).layers[-1].feed.router for top_k in (1, 2)
+    }
+    scores = np.array([[0.9, 0.2, 0.4, 0.1, 0.3, 0.6, 0.5, 0.8] * (routers[1].num_experts // 8)])
+    logits, bias = jnp.asarray(np.log(scores / (1 - scores)), jnp.float32), jnp.zeros(scores.shape[1])
+    for top_k, router in routers.items():
+        routing = replay_topk(logits, None, spec=router, bias=bias)
+        chosen = scores[0, np.asarray(routing.ids[0])]
+        expected = (chosen / chosen.sum() if top_k > 1 else chosen) * router.scale
+        np.testing.assert_allclose(routing.weights[0], expected, rtol=1e-5)
+    for number in (None, 0):
+        assert parse("BailingMoeV2", values | {"num_shared_experts": number}).layers[-1].feed.shared_width == 0
 
 
 @pytest.mark.parametrize("key", ["-1", "x", "2", "01"])

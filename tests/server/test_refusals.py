@@ -661,6 +661,9 @@ def test_cross_origin_is_off_unless_an_origin_is_named(server, engine):
             other.client.options("/v1/models", headers=origin).headers["access-control-allow-origin"]
             == "https://app.example"
         )
+        answer = other.client.get("/v1/models", headers={"origin": "https://app.example"})
+        exposed = {name.strip() for name in answer.headers["access-control-expose-headers"].lower().split(",")}
+        assert {"x-request-id", "x-ignored-params", "retry-after", "etag"} <= exposed
         evil = other.client.get("/v1/models", headers={"origin": "https://evil.example"})
         assert "access-control-allow-origin" not in evil.headers
 

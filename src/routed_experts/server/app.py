@@ -210,7 +210,14 @@ def make_app(
         allow_origins=[origin],
         allow_methods=["GET", "POST", "PUT", "DELETE"],
         allow_headers=_CLIENT_HEADERS,
-        expose_headers=["X-Request-Id", "X-Ignored-Params", "X-Routed-Experts-Info", "ETag", "Content-Range"],
+        expose_headers=[
+            "X-Request-Id",
+            "X-Ignored-Params",
+            "X-Routed-Experts-Info",
+            "ETag",
+            "Content-Range",
+            "Retry-After",
+        ],
     )
     return app, middleware
 

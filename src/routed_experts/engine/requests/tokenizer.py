@@ -17,6 +17,7 @@ from typing import Any
 
 from routed_experts.core.errors import PARAM, CheckpointError, ConfigError, InvalidRequestError, PromptTooLongError
 from routed_experts.core.installation import import_optional
+from routed_experts.engine.requests.added_tokens import add_tokens, read_tokenizer_settings
 from routed_experts.models.base.config_reader import read_eos_token_ids, read_json_object
 
 Scalar = str | int | float | bool | None
@@ -86,9 +87,9 @@ class Tokenizer:
             raise CheckpointError(f"{file} is no tokenizer ({error}); copy the checkpoint again") from error
         backend.no_truncation()  # a tokenizer.json may set "cut at 512", and prompts would lose their ends silently
         backend.no_padding()
-        settings = (
-            read_json_object(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
-        )
+        settings = read_tokenizer_settings(folder)
+        add_tokens(backend, settings, folder / "tokenizer_config.json", make=_text_library("tokenizers").AddedToken)
+        backend.encode_special_tokens = settings.get("split_special_tokens") is True
         template = _find_template(folder, settings, "default")
         tool_template = _find_template(folder, settings, "tool_use")
         return Tokenizer(backend, _special_tokens(backend, folder, settings), decoders, template, tool_template)
@@ -367,12 +368,7 @@ def _special_tokens(backend: Any, folder: Path, settings: Mapping[str, object]) 
     named = {name: text for name in _NAMED_TOKENS if (text := _content(settings.get(name))) is not None}
     eos_ids: set[int] = set()
     if "eos_token" in named:
-        eos_id = backend.token_to_id(named["eos_token"])
-        if eos_id is None:
-            raise CheckpointError(
-                f"{folder}: eos_token {named['eos_token']!r} is not in tokenizer.json; correct the name"
-            )
-        eos_ids.add(eos_id)
+        eos_ids.add(backend.token_to_id(named["eos_token"]))
     eos_ids.update(read_eos_token_ids(folder))
     contents = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     special = {backend.token_to_id(content) for content in contents}

@@ -32,10 +32,12 @@ def read_bailing_moe_v2(reader: ConfigReader) -> FamilyConfig:
     refuse(reader, "use_qk_norm", allowed=(True,), default=True)
     refuse(reader, "moe_router_enable_expert_bias", allowed=(True,), default=True)
     router = read_biased_router(reader, num_groups=8, topk_group=4, scale=1.0, key="num_experts")
+    if router.top_k == 1:  # the checkpoints' own code leaves the score of a single expert as it is
+        router = dataclasses.replace(router, renormalize=False)
     attention = dataclasses.replace(sizes.attention(rotary.spec), qk_norm="head", names=_ATTENTION)
     width, dense = reader.int("moe_intermediate_size", minimum=1), reader.int("intermediate_size", minimum=1)
     shared = reader.int("moe_shared_expert_intermediate_size", minimum=1, default=width)
-    shared *= reader.int("num_shared_experts", minimum=0, default=1)
+    shared *= reader.with_null(0, "num_shared_experts").int("num_shared_experts", minimum=0, default=1)
     sparse = Sparse(router=router, width=width, shared_width=shared, names=_EXPERTS)
     first = reader.int("first_k_dense_replace", minimum=0, default=1)
     layers = [
