@@ -1,5 +1,6 @@
 """EngineGroup with actors of this process in the place of Ray's."""
 
+import pickle
 import types
 
 import numpy as np
@@ -17,7 +18,11 @@ from routed_experts.core.errors import (
     WeightsMismatchError,
     WriteError,
 )
+from routed_experts.core.io_struct import GenerateReqInput
+from routed_experts.engine.requests.input_processor import InputProcessor, RequestLimits
 from routed_experts.fleet import engine_group as module
+
+LIMITS = RequestLimits(context_length=32, pool_tokens=64, vocab_size=50, capture=None)
 
 
 class RayActorError(Exception):
@@ -157,6 +162,58 @@ def test_options_with_a_value_a_prompt_go_with_their_prompts(local_ray):
     assert actors[0].calls[1:] == [([[5]], {"seed": 1}, {"rid": "a", "token_ids_logprob": [1, 2]})]
     group.generate(np.array(prompts), None)
     assert [len(call[0]) for actor in actors for call in actor.calls] == [2, 1, 2, 1, 1]
+
+
+class CheckingActor:
+    """An engine that checks a call and generates nothing; its errors are pickled on their way, as Ray's are."""
+
+    def __init__(self):
+        self.processor = InputProcessor(LIMITS, None, random_seed=0)
+        self.generate = Method(self._generate)
+
+    def _generate(self, input_ids, sampling_params, options):
+        try:
+            self.check(input_ids, sampling_params, options)
+        except InvalidRequestError as error:
+            return RayTaskError(pickle.loads(pickle.dumps(error)))
+        return [{} for _ in input_ids]
+
+    def check(self, input_ids, sampling_params, options):
+        self.processor.process(GenerateReqInput(input_ids=input_ids, sampling_params=sampling_params, **options))
+
+
+GOOD, COLD, HOT = [1, 2, 3], {"temperature": 0.5}, {"temperature": -1.0}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "options"),
+    [
+        ([GOOD, GOOD, [1, 99], GOOD, GOOD], None, {}),
+        ([GOOD, GOOD, GOOD, [1, 99]], None, {}),
+        ([[], GOOD, GOOD], COLD, {}),
+        ([GOOD, GOOD, list(range(40))], COLD, {}),
+        ([GOOD] * 5, [COLD, COLD, COLD, HOT, COLD], {}),
+        ([GOOD] * 3, [COLD, COLD, HOT], {}),
+        ([GOOD] * 3, HOT, {}),
+        ([GOOD] * 3, None, {"return_logprob": True, "token_ids_logprob": [[1], [2], [99]]}),
+        ([GOOD] * 3, None, {"rid": ["a", "b", "c c"]}),
+        ([GOOD] * 3, None, {"return_logprob": "yes"}),
+        ([GOOD] * 3, {"max_tokens": 40}, {}),
+    ],
+)
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_an_error_names_the_prompt_of_the_call_whichever_engine_has_it(local_ray, prompts, params, options, number):
+    with pytest.raises(InvalidRequestError) as alone:
+        CheckingActor().check(prompts, params, options)
+    with pytest.raises(InvalidRequestError) as caught:
+        module.EngineGroup([CheckingActor() for _ in range(number)]).generate(prompts, params, **options)
+    found, expected = caught.value, alone.value
+    assert (str(found), found.param, found.index, found.code) == (
+        str(expected),
+        expected.param,
+        expected.index,
+        expected.code,
+    )
 
 
 @pytest.mark.parametrize(

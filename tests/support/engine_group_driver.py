@@ -35,6 +35,8 @@ def main(spec):
     for keywords in wrong:
         create = functools.partial(EngineGroup.create, args, placement_group=placement_group, replicas=2, **keywords)
         assert "bundle_indices=" in str(raised(ConfigError, create))
+    absent = functools.partial(EngineGroup.create, ServerArgs(model_path=f"{folder}/absent", **SIZES))
+    assert "absent" in str(raised(ConfigError, lambda: absent(placement_group=placement_group, replicas=2)))
     group = EngineGroup.create(args, placement_group=placement_group, bundle_indices=[2, 0], replicas=2)
     assert ray.available_resources()["CPU"] == free, "it reserves nothing beside the group"
     check_answers(group)

@@ -21,12 +21,14 @@ from routed_experts.core.errors import (
     ReplicaLostError,
     RoutedExpertsError,
     WeightsMismatchError,
+    raise_as,
 )
 from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.core.sampling_params import FIELDS
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.core.weight_version import to_label
-from routed_experts.engine.requests.prompt_lists import PER_PROMPT, split_by_prompt
+from routed_experts.engine.requests.prompt_lists import PER_PROMPT, PromptCalls, split_by_prompt
 from routed_experts.engine.requests.token_ids import is_nested
 from routed_experts.fleet.follower_actor import start_followers
 from routed_experts.fleet.ray_runtime import actor_id, import_ray
@@ -57,16 +59,22 @@ class EngineActor:
         if follower_bundles:
             group = import_ray("ray.util").get_current_placement_group()
             dist, self._followers = start_followers(spec, placement_group=group, bundle_indices=follower_bundles)
-        self._engine = Engine(
-            **dataclasses.asdict(spec.args),
-            **spec.parts,
-            experts=spec.experts,
-            dist=dist,
-            seed_stream=actor_id(),
-        )
+        self._failure: RoutedExpertsError | None = None  # raised here, Ray would hide it behind the actor's death
+        try:
+            self._engine = Engine(
+                **dataclasses.asdict(spec.args),
+                **spec.parts,
+                experts=spec.experts,
+                dist=dist,
+                seed_stream=actor_id(),
+            )
+        except RoutedExpertsError as error:
+            self._failure = error
 
     def ready(self) -> dict[str, object]:
-        """Wait until the engine is ready; returns its stats."""
+        """Wait until the engine is ready; returns its stats. Raises why it could not start."""
+        if self._failure is not None:
+            raise self._failure
         return self.stats()
 
     def generate(
@@ -148,7 +156,8 @@ class EngineActor:
 
     def shutdown(self) -> None:
         """End the engine, and its followers with it."""
-        self._engine.shutdown()
+        if self._failure is None:
+            self._engine.shutdown()
 
 
 class EngineGroup:
@@ -212,13 +221,20 @@ class EngineGroup:
         return_routed_experts_weights `routed_experts_weights` (float32 or bfloat16 [R, M, K]). Raises what
         `Engine.generate` raises, and InvalidRequestError for `stream`, for prompts that are no lists of ids, and for
         one `rid` of several prompts."""
-        actors, calls = self._living(), list[Any]()
-        dealt = _deal_options(input_ids, {"sampling_params": sampling_params, **options}, len(actors))
+        actors, calls, results = self._living(), list[tuple[int, Any]](), list[dict[str, Any]]()
+        split, dealt = _deal_options(input_ids, {"sampling_params": sampling_params, **options}, len(actors))
+        first = 0
         for actor, part, own in zip(actors, _deal(input_ids, len(actors)), dealt, strict=True):
             if part:
                 params = own.pop("sampling_params")
-                calls.append(actor.generate.remote(part, params, own))
-        return [result for results in self._get(calls) for result in results]
+                calls.append((first, actor.generate.remote(part, params, own)))
+            first += len(part)
+        for first, call in calls:
+            try:
+                results += self._get([call])[0]
+            except InvalidRequestError as error:
+                raise_as(error, _at_own_prompt(error, split, first))
+        return results
 
     def score(
         self,
@@ -404,9 +420,12 @@ def _deal(values: Sequence[_T], number: int) -> list[list[_T]]:
     return [list(values[low:high]) for low, high in itertools.pairwise(bounds)]
 
 
-def _deal_options(prompts: Sequence[object], options: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
-    """The keywords of `Engine.generate` for each of `number` engines: those with a value a prompt are dealt with the
-    prompts. Raises InvalidRequestError for what no engine could see: see EngineGroup.generate."""
+def _deal_options(
+    prompts: Sequence[object], options: Mapping[str, Any], number: int
+) -> tuple[PromptCalls, list[dict[str, Any]]]:
+    """How the call is split by prompts, and the keywords of `Engine.generate` for each of `number` engines: those with
+    a value a prompt are dealt with the prompts. Raises InvalidRequestError for what no engine could see: see
+    EngineGroup.generate."""
     if options.get("stream"):
         text = f"{PARAM}=True is not served by an EngineGroup, which returns whole answers; leave it out"
         raise InvalidRequestError(text, param="stream", code="unsupported_parameter")
@@ -417,9 +436,16 @@ def _deal_options(prompts: Sequence[object], options: Mapping[str, Any], number:
         text = f"{PARAM}={short_repr(options['rid'])} is one id for {len(prompts)} prompts; give a list with an id each"
         raise InvalidRequestError(text, param="rid")
     own = {name: options[name] for name in (*PER_PROMPT, "token_ids_logprob") if name in options}
-    lists = split_by_prompt(GenerateReqInput(**own), len(prompts), is_batch=True).lists
-    dealt = {name: _deal(options[name], number) for name in lists}
-    return [{**options, **{name: parts[index] for name, parts in dealt.items()}} for index in range(number)]
+    split = split_by_prompt(GenerateReqInput(**own), len(prompts), is_batch=True)
+    dealt = {name: _deal(options[name], number) for name in split.lists}
+    return split, [{**options, **{name: parts[index] for name, parts in dealt.items()}} for index in range(number)]
+
+
+def _at_own_prompt(error: InvalidRequestError, split: PromptCalls, first: int) -> InvalidRequestError:
+    """The error of an engine whose prompts begin with prompt `first` of the call, with the index in the call."""
+    if error.index is not None:
+        return error.at_prompt(first + error.index, split.prompt_field)
+    return split.error_at(error, first, FIELDS if "sampling_params" in split.lists else ())
 
 
 def _translated(get: Callable[[], list[Any]]) -> list[Any]:
