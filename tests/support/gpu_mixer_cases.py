@@ -12,7 +12,8 @@ from routed_experts.layers.attention import LatentQKV
 from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.attention_variants import reference_variant, write_latent
 from routed_experts.layers.delta_rule import DeltaInputs, DeltaShape, DeltaState, delta_ragged
-from routed_experts.layers.gpu.delta_rule import CHUNK, gpu_delta
+from routed_experts.layers.gpu.delta_chunks import CHUNK
+from routed_experts.layers.gpu.delta_rule import gpu_delta
 from routed_experts.layers.gpu.latent import gpu_latent, latent_attention
 from routed_experts.layers.norm import rms_norm
 from routed_experts.layers.recurrent import select_states
