@@ -76,7 +76,8 @@ refused by name, too. A missing key has transformers' default. `null` is read so
 
 | key | `null` means |
 |---|---|
-| `sliding_window`, `attention_chunk_size`, `num_shared_experts` of Bailing MoE v2 | none, which may differ from the default |
+| `sliding_window`, `attention_chunk_size` | none, which may differ from the default |
+| `num_shared_experts` of Bailing MoE v2 | none; the default is 1 |
 | `norm_topk_prob` and `rope_interleave` of DeepSeek-V3, `truncate` of yarn | false, as in transformers |
 | `norm_topk_prob` of Mixtral, GPT-OSS, Granite-MoE, Ernie 4.5 MoE, Hunyuan and MiniMax-M2 | the default |
 | `use_qk_norm` and `use_mixed_mlp_moe` of Hunyuan, `attn_output_gate` of Qwen3-Next | the default |
