@@ -114,6 +114,44 @@ def test_a_sequence_of_one_token_has_no_rows(name):
     assert back(to(record), SequenceInfo(spec=SPEC, num_tokens=1, num_prompt_tokens=1, version=4)) == record
 
 
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_sequence_without_tokens_has_no_rows(name):
+    to, back = PAIRS[name]
+    record = random_record(np.random.default_rng(3), 0, last=True)
+    assert back(to(record), SequenceInfo.from_record(record)) == record
+    if name in ("slime", "nemo_rl"):
+        assert to(record).shape == (0, 4, 4)
+
+
+@pytest.mark.parametrize("name", ["slime", "megatron", "nemo_rl", "tunix", "maxtext"])
+def test_a_record_that_ends_too_early_is_one_whose_last_rows_are_not_known(name):
+    """The oracle is the whole record with those rows marked as not known."""
+    to, back = PAIRS[name]
+    record = build_record()
+    assert record.prompt.num_rows == PROMPT
+    for cut in (record.prompt, record[: LENGTH - 2], record[:0]):
+        end = cut.num_rows
+        match = (
+            f"{name}: the row of token {end} is not known, for the rows end before it; expected rows of tokens 0 to 10"
+        )
+        with pytest.raises(RoutingFormatError, match=match):
+            to(cut)
+        marked = dataclasses.replace(record, valid=np.arange(LENGTH - 1) < end)
+        if name in formats.WITH_MARK:
+            (rows, expected) = (to(which, missing="gate") for which in (cut, marked))
+            assert back(rows, routing_info(record)) == marked
+        elif name == "maxtext":
+            native = random_record(np.random.default_rng(9), LENGTH, last=True).ids
+            (rows, expected) = (to(which, native=native) for which in (cut, marked))
+        else:
+            continue
+        rows, expected = ((part[0], part[1]) if name == "megatron" else ([part], []) for part in (rows, expected))
+        for mine, theirs in zip([*rows[0], *rows[1]], [*expected[0], *expected[1]], strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+    with pytest.raises(RoutingFormatError, match="choose error or gate"):
+        formats.tunix.encode(record.prompt, missing="zero")
+
+
 @pytest.mark.parametrize("name", ["slime", "verl", "nemo_rl", "sglang", "vllm021"])
 def test_no_rows_may_be_a_list_of_json(name):
     """`[]` tells neither layers nor experts. The generated rows of one token are none, too."""
@@ -646,7 +684,7 @@ def test_an_npz_is_no_npy_of_vllm():
         formats.vllm.decode(base64.b64encode(stream.getvalue()), routing_info(build_record()))
 
 
-@pytest.mark.parametrize("name", ["maxtext", "tunix", "megatron"])
+@pytest.mark.parametrize("name", ["maxtext", "tunix", "megatron", "slime", "nemo_rl"])
 def test_a_sequence_of_a_length_that_no_model_has_is_not_laid_out(name):
     record = dataclasses.replace(build_record(), num_tokens=10**13)
     with pytest.raises(RoutingFormatError, match="num_tokens=10000000000000 of a record with 11 rows"):

@@ -26,7 +26,7 @@ def encode(record: RoutedExperts, *, native: Int[np.ndarray, "S M K"] | None = N
     that is not known raises RoutingFormatError."""
     if native is None:
         require_complete(record, "maxtext")
-    require_whole(record, "maxtext")
+    require_whole(record, "maxtext", cut="error" if native is None else "gate")
     rows = pad_to_tokens(record, np.int32)
     if native is None:
         return rows
