@@ -186,6 +186,34 @@ def test_records_of_two_models_are_refused():
         stats.check_model((1, 2, 3), 16)
 
 
+def test_what_is_no_record_or_no_expert_or_no_count_is_refused():
+    record = some_records()[0]
+    for records, text in (
+        (record, "records is a RoutedExperts; expected a list of records"),
+        (None, "records is None; expected a list"),
+        ([record, record.ids], r"records\[1\] is a ndarray of \d+; expected RoutedExperts"),
+        ([None], r"records\[0\] is None; expected RoutedExperts"),
+    ):
+        with pytest.raises(PlacementError, match=text):
+            RoutingStats.from_records(records)
+    for window_tokens in (2.5, "4", None, True):
+        with pytest.raises(PlacementError, match="window_tokens=.*; expected an integer of at least 1, such as 1024"):
+            RoutingStats.from_records([record], window_tokens=window_tokens)
+    narrow = RoutingStats.from_records([record], window_tokens=np.uint8(3)).windows
+    assert np.array_equal(narrow, RoutingStats.from_records([record], window_tokens=3).windows)
+
+
+def test_an_id_that_is_no_expert_is_not_counted_for_another_layer():
+    record = random_record(np.random.default_rng(4), 9)
+    ids = record.ids.copy()
+    ids[2, 1, 0] = 16
+    with pytest.raises(RoutingFormatError, match="token 2, hidden layer 2, slot 0: id 16; expected 0 to 15"):
+        RoutingStats.from_records([dataclasses.replace(record, ids=ids)])
+    known = np.arange(record.num_rows) != 2
+    stats = RoutingStats.from_records([dataclasses.replace(record, ids=ids, valid=known)])
+    assert (stats.counts == RoutingStats.from_records([dataclasses.replace(record, valid=known)]).counts).all()
+
+
 def test_wide_ids_are_counted_too():
     spec = CaptureSpec(num_hidden_layers=2, layer_ids=(0, 1), num_experts=400, top_k=2)
     counts = ExpertCounts(spec)
