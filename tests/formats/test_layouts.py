@@ -247,6 +247,24 @@ def test_maxtext_takes_the_ids_of_a_live_forward_for_rows_that_are_not_known():
         np.testing.assert_array_equal(rows[token], expected)
     with pytest.raises(RoutingFormatError, match="maxtext: native is"):
         formats.maxtext.encode(record, native=native[1:])
+    for value, text in ((16, "16"), (-1, "-1"), (1 << 32, "4294967296")):
+        wrong = native.astype(np.int64)
+        wrong[6] = value  # a row that is known is not read
+        np.testing.assert_array_equal(formats.maxtext.encode(record, native=wrong), rows)
+        wrong[7, 1, 2] = value
+        with pytest.raises(RoutingFormatError, match=rf"maxtext: native\[7, 1, 2\] is {text}; expected 0 to 15"):
+            formats.maxtext.encode(record, native=wrong)
+    for wrong in (native.astype(np.float32), native > 3):
+        with pytest.raises(RoutingFormatError, match=r"maxtext native: rows are (float32|bool)\[12, 3, 4\]"):
+            formats.maxtext.encode(record, native=wrong)
+
+
+@pytest.mark.parametrize("fill", [1 << 31, -(1 << 31) - 1, 0.5, "0", None, True])
+def test_a_fill_of_dense_layers_that_is_no_int32_is_refused(fill):
+    with pytest.raises(RoutingFormatError, match=r"sglang: dense_fill=.*; expected an int32: -1, or 0 as in SGLang"):
+        formats.sglang.encode(build_record(), dense_fill=fill)
+    expected = formats.sglang.encode(build_record(), dense_fill=0)
+    np.testing.assert_array_equal(formats.sglang.encode(build_record(), dense_fill=np.int64(0)), expected)
 
 
 FORMS = {
@@ -421,6 +439,16 @@ def test_a_token_without_a_row_is_refused_by_sample_and_position_or_stood_in_for
     assert np.all(rows[batch.pad] == -1)
     with pytest.raises(RoutingFormatError, match="native is"):
         formats.maxtext.encode_batch(batch, SPEC, native=native[:1])
+    wrong = native.astype(np.int64)
+    wrong[0, 10] = wrong[np.asarray(batch.pad)] = 99  # of a known row, and of places without a token
+    np.testing.assert_array_equal(formats.maxtext.encode_batch(batch, SPEC, native=wrong), rows)
+    wrong[1, 10, 2, 0] = 16
+    with pytest.raises(
+        RoutingFormatError, match=r"maxtext: native\[1, 10, 2, 0\] is 16; expected 0 to 15: ids of a live"
+    ):
+        formats.maxtext.encode_batch(batch, SPEC, native=wrong)
+    with pytest.raises(RoutingFormatError, match="maxtext native: rows are float64"):
+        formats.maxtext.encode_batch(batch, SPEC, native=native.astype(float))
 
 
 def test_a_sample_without_rows_is_refused_where_it_would_drop_the_others():

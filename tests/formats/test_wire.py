@@ -225,7 +225,10 @@ def test_weights_in_lists_have_the_shape_and_the_range_of_the_record():
             (weights.T.reshape(2, 4).tolist(), r"shape \[2, 4\]; expected \[2, 2, 2\]"),
             (weights.reshape(8).tolist(), r"shape \[8\]; expected \[2, 2, 2\]"),
             ([], r"shape \[0\]; expected \[2, 2, 2\]"),
-            ((weights * 1e40).tolist(), rf"holds 1\.25e\+39, which {np.dtype(dtype).name} does not hold"),
+            (
+                (weights.astype(np.float64) * 1e40).tolist(),
+                rf"holds 1\.25e\+39, which {np.dtype(dtype).name} does not hold",
+            ),
         ):
             with pytest.raises(RoutingFormatError, match=text):
                 decode_lists(fields, wrong)
