@@ -26,5 +26,5 @@ def random_record(seed=0, *, rows=9, layers=3, experts=7, top_k=3, start=0, prom
 
 def build_text(pieces, seed=0, *, title="a text", cached_tokens=0, **record):
     """A text with a random record of the right length."""
-    made = random_record(seed, rows=len(pieces) - 1, **record)
+    made = random_record(seed, rows=max(len(pieces) - 1, 0), **{"last": len(pieces) > 0, **record})
     return RoutedText(title=title, pieces=tuple(pieces), record=made, cached_tokens=cached_tokens)

@@ -51,6 +51,12 @@ def test_a_picture_is_written_whatever_the_text(tmp_path, ending):
     assert written.startswith({"png": b"\x89PNG", "svg": b"<?xml"}[ending])
 
 
+def test_a_text_without_tokens_has_a_title_and_no_box(tmp_path):
+    draw_routing([build_text("abc"), build_text("")], tmp_path / "some.svg", title="t", dpi=40)
+    draw_routing([build_text("")], tmp_path / "none.svg", title="t", dpi=40)
+    assert all((tmp_path / name).read_bytes().startswith(b"<?xml") for name in ("some.svg", "none.svg"))
+
+
 def test_a_name_without_an_ending_gets_one(tmp_path):
     draw_routing([build_text("abcdef")], tmp_path / "fig", title="t", dpi=40)
     assert [file.name for file in tmp_path.iterdir()] == ["fig.png"] and (tmp_path / "fig.png").read_bytes().startswith(

@@ -208,6 +208,14 @@ WRONG_MAPS = {
         "slot_of is int64[1, 2]; expected int32[M, E]",
     ),
     "epoch": (slots([0, 1], epoch=-1), "epoch=-1"),
+    "aligned to another model": (
+        lambda: ResidencyMap.first_n(3, 6, 2).aligned_to(ResidencyMap.first_n(2, 6, 2)),
+        "3 MoE layers x 6 experts, 2 resident cannot be aligned to one of 2 MoE layers x 6 experts, 2 resident",
+    ),
+    "aligned to another number": (
+        lambda: ResidencyMap.first_n(3, 6, 2).aligned_to(ResidencyMap.first_n(3, 6, 3)),
+        "6 experts, 2 resident cannot be aligned to one of 3 MoE layers x 6 experts, 3 resident; give maps of the same",
+    ),
     "another model": (
         lambda: ResidencyMap.first_n(2, 4, 1).check_model(2, 8),
         "2 MoE layers x 4 experts does not fit a model of 2 x 8",

@@ -144,6 +144,21 @@ def test_a_record_is_not_iterated_by_accident():
         ({"start": 2.0}, r"start=2\.0; expected an integer"),
         ({"num_tokens": "5"}, "num_tokens='5'; expected an integer"),
         ({"num_prompt_tokens": True}, "num_prompt_tokens=True; expected an integer"),
+        ({"num_experts": True}, "num_experts=True; expected an integer of at least 1"),
+        ({"num_experts": 8.0}, r"num_experts=8\.0; expected an integer"),
+        ({"num_experts": "8"}, "num_experts='8'; expected an integer"),
+        ({"num_experts": None}, "num_experts=None; expected an integer"),
+        ({"num_hidden_layers": True}, "num_hidden_layers=True; expected an integer of at least 1"),
+        ({"num_hidden_layers": 3.0}, r"num_hidden_layers=3\.0; expected an integer"),
+        ({"num_hidden_layers": "3"}, "num_hidden_layers='3'; expected an integer"),
+        ({"num_hidden_layers": None}, "num_hidden_layers=None; expected an integer"),
+        ({"layer_ids": [1, 2]}, "layer_ids is a list of 2; expected a tuple of integers; convert it with tuple"),
+        ({"layer_ids": np.array([1, 2])}, "layer_ids is a ndarray of 2; expected a tuple"),
+        ({"layer_ids": (1, "2")}, "layer_ids is a tuple of 2; expected a tuple of integers"),
+        ({"layer_ids": (False, 2)}, "expected a tuple of integers"),
+        ({"layer_ids": None}, "layer_ids is None; expected a tuple of integers"),
+        ({"version_spans": [(2, 4, 0)]}, "version_spans is or holds a list; expected a tuple of tuples"),
+        ({"version_spans": ([2, 4, 0],)}, "version_spans is or holds a list; expected a tuple of tuples"),
         ({"version_spans": None}, r"version_spans=None; expected triples"),
         ({"version_spans": (0, 2, 4)}, r"version_spans=a tuple of 3; expected triples"),
         ({"version_spans": ((2, 4, 0.5),)}, "expected triples .* of integers"),
@@ -152,6 +167,21 @@ def test_a_record_is_not_iterated_by_accident():
 def test_a_record_that_breaks_its_own_laws_is_not_made(changes, text):
     with pytest.raises(RoutingFormatError, match=text):
         example(**changes)
+
+
+def test_integers_of_numpy_are_those_of_a_record():
+    numbers = {name: np.int32(value) for name, value in (("num_experts", 8), ("num_hidden_layers", 3))}
+    record = example(**numbers, layer_ids=(np.int64(1), np.uint8(2)), version_spans=((2, np.int64(4), 0),))
+    assert record == example() == decode_record(encode_record(record))
+
+
+def test_a_spec_of_a_list_of_layers_gives_the_record_of_a_tuple():
+    spec = CaptureSpec(num_hidden_layers=3, layer_ids=[1, 2], num_experts=8, top_k=2)
+    ids = np.array(EXAMPLE_IDS, np.uint8)
+    record = RoutedExperts.from_spec(
+        spec, ids=ids, start=2, num_tokens=5, num_prompt_tokens=3, version_spans=((2, 4, 0),)
+    )
+    assert record == example()
 
 
 def test_validate_names_the_first_bad_token_layer_and_slot():

@@ -120,12 +120,13 @@ def written(folder, **overrides):
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 cut off", b"\x93NUMPY", b"not an archive at all"])
 def test_a_file_of_another_kind_is_refused(tmp_path, content):
     (tmp_path / "stats.npz").write_bytes(content)
-    with pytest.raises(RoutingFormatError, match="holds no routing statistics"):
+    with pytest.raises(RoutingFormatError, match="holds no routing statistics") as refused:
         RoutingStats.read(tmp_path / "stats.npz")
+    assert "trust" not in str(refused.value) and "pickle" not in str(refused.value)
 
 
 def test_a_file_with_objects_or_other_arrays_is_refused(tmp_path):
-    with pytest.raises(RoutingFormatError, match="holds no routing statistics"):
+    with pytest.raises(RoutingFormatError, match=r"holds no routing statistics \(no .npz of plain arrays\); give what"):
         RoutingStats.read(written(tmp_path, counts=np.array([{}], object)))
     with pytest.raises(RoutingFormatError, match="counts is float64 of 3 dims; expected int64 of 3"):
         RoutingStats.read(written(tmp_path, counts=np.zeros((2, 3, 16))))
@@ -184,6 +185,34 @@ def test_records_of_two_models_are_refused():
         match=re.escape("MoE layers (1, 2, 3) with 8 experts does not fit a model with (1, 2, 3) and 16"),
     ):
         stats.check_model((1, 2, 3), 16)
+
+
+def test_what_is_no_record_or_no_expert_or_no_count_is_refused():
+    record = some_records()[0]
+    for records, text in (
+        (record, "records is a RoutedExperts; expected a list of records"),
+        (None, "records is None; expected a list"),
+        ([record, record.ids], r"records\[1\] is a ndarray of \d+; expected RoutedExperts"),
+        ([None], r"records\[0\] is None; expected RoutedExperts"),
+    ):
+        with pytest.raises(PlacementError, match=text):
+            RoutingStats.from_records(records)
+    for window_tokens in (2.5, "4", None, True):
+        with pytest.raises(PlacementError, match=r"window_tokens=.*; expected an integer of at least 1, such as 1024"):
+            RoutingStats.from_records([record], window_tokens=window_tokens)
+    narrow = RoutingStats.from_records([record], window_tokens=np.uint8(3)).windows
+    assert np.array_equal(narrow, RoutingStats.from_records([record], window_tokens=3).windows)
+
+
+def test_an_id_that_is_no_expert_is_not_counted_for_another_layer():
+    record = random_record(np.random.default_rng(4), 9)
+    ids = record.ids.copy()
+    ids[2, 1, 0] = 16
+    with pytest.raises(RoutingFormatError, match="token 2, hidden layer 2, slot 0: id 16; expected 0 to 15"):
+        RoutingStats.from_records([dataclasses.replace(record, ids=ids)])
+    known = np.arange(record.num_rows) != 2
+    stats = RoutingStats.from_records([dataclasses.replace(record, ids=ids, valid=known)])
+    assert (stats.counts == RoutingStats.from_records([dataclasses.replace(record, valid=known)]).counts).all()
 
 
 def test_wide_ids_are_counted_too():

@@ -122,6 +122,59 @@ def test_a_count_of_prompt_tokens_that_is_none_is_refused(count):
         decode_answers(encoded)
 
 
+def test_token_ids_are_as_many_as_the_record_has_tokens():
+    answer = filed(1)
+    for token_ids in (answer.token_ids[:-1], np.append(answer.token_ids, np.int32(3))):
+        wrong = dataclasses.replace(answer, token_ids=token_ids)
+        with pytest.raises(
+            RoutingFormatError, match=r"answers\[1\]\.token_ids has shape .*; expected \(21,\), the tokens"
+        ):
+            encode_answers([filed(2), wrong])
+        without = dataclasses.replace(wrong, record=None)
+        assert np.array_equal(decode_answers(encode_answers([without]))[0].token_ids, token_ids)
+    tensors = load(encode_answers([answer, filed(1)]))
+    tensors["token_offsets"][1] -= 1
+    with pytest.raises(RoutingFormatError, match="an answer of 20 tokens has a record of 21; expected as many"):
+        decode_answers(save(tensors))
+
+
+def encode_one(answer, token_ids):
+    return encode_answers([dataclasses.replace(answer, token_ids=token_ids)])
+
+
+@pytest.mark.parametrize("encode", [lambda answer, ids: encode_record(answer.record, ids), encode_one])
+def test_token_ids_are_integers_of_32_bits(encode):
+    answer = filed(1)
+    usual = encode(answer, answer.token_ids)
+    for same in (answer.token_ids.tolist(), answer.token_ids.astype(">i8"), answer.token_ids.astype(np.uint16)):
+        assert encode(answer, same) == usual
+    for value in (1 << 31, -(1 << 31) - 1):
+        ids = answer.token_ids.astype(np.int64)
+        ids[4] = value
+        with pytest.raises(RoutingFormatError, match=rf"token_ids\[4\] is {value}; expected an int32"):
+            encode(answer, ids)
+    for ids, text in (
+        (answer.token_ids + 0.5, "holds float64; expected integers"),
+        (answer.token_ids > 9, "holds bool; expected integers"),
+        ([*answer.token_ids[:-1].tolist(), 10**30], "holds object; expected integers"),
+        (answer.token_ids[:, None], r"has shape \(21, 1\); expected \(21,\)"),
+        ([[1], [1, 2]], "is no array"),
+        (3, r"has shape \(\); expected \(21,\)"),
+    ):
+        with pytest.raises(RoutingFormatError, match=f"token_ids {text}"):
+            encode(answer, ids)
+
+
+@pytest.mark.parametrize("value", ["\ud800", object(), {1, 2}], ids=["surrogate", "object", "set"])
+def test_fields_that_no_json_holds_are_refused_by_their_answer(value):
+    answer = filed(1)
+    wrong = dataclasses.replace(answer, answer={**answer.answer, "text": value})
+    with pytest.raises(
+        RoutingFormatError, match=r"^answers\[1\] is no JSON in UTF-8 \(.*\); give what Engine.generate"
+    ):
+        encode_answers([answer, wrong])
+
+
 def test_json_that_is_nested_too_deep_is_refused():
     tensors = load(encode_answers([filed(1)]))
     tensors["answers"] = np.frombuffer(DEEP.encode() + b"\n", np.uint8)

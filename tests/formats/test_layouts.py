@@ -114,6 +114,44 @@ def test_a_sequence_of_one_token_has_no_rows(name):
     assert back(to(record), SequenceInfo(spec=SPEC, num_tokens=1, num_prompt_tokens=1, version=4)) == record
 
 
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_sequence_without_tokens_has_no_rows(name):
+    to, back = PAIRS[name]
+    record = random_record(np.random.default_rng(3), 0, last=True)
+    assert back(to(record), SequenceInfo.from_record(record)) == record
+    if name in ("slime", "nemo_rl"):
+        assert to(record).shape == (0, 4, 4)
+
+
+@pytest.mark.parametrize("name", ["slime", "megatron", "nemo_rl", "tunix", "maxtext"])
+def test_a_record_that_ends_too_early_is_one_whose_last_rows_are_not_known(name):
+    """The oracle is the whole record with those rows marked as not known."""
+    to, back = PAIRS[name]
+    record = build_record()
+    assert record.prompt.num_rows == PROMPT
+    for cut in (record.prompt, record[: LENGTH - 2], record[:0]):
+        end = cut.num_rows
+        match = (
+            f"{name}: the row of token {end} is not known, for the rows end before it; expected rows of tokens 0 to 10"
+        )
+        with pytest.raises(RoutingFormatError, match=match):
+            to(cut)
+        marked = dataclasses.replace(record, valid=np.arange(LENGTH - 1) < end)
+        if name in formats.WITH_MARK:
+            (rows, expected) = (to(which, missing="gate") for which in (cut, marked))
+            assert back(rows, routing_info(record)) == marked
+        elif name == "maxtext":
+            native = random_record(np.random.default_rng(9), LENGTH, last=True).ids
+            (rows, expected) = (to(which, native=native) for which in (cut, marked))
+        else:
+            continue
+        rows, expected = ((part[0], part[1]) if name == "megatron" else ([part], []) for part in (rows, expected))
+        for mine, theirs in zip([*rows[0], *rows[1]], [*expected[0], *expected[1]], strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+    with pytest.raises(RoutingFormatError, match="choose error or gate"):
+        formats.tunix.encode(record.prompt, missing="zero")
+
+
 @pytest.mark.parametrize("name", ["slime", "verl", "nemo_rl", "sglang", "vllm021"])
 def test_no_rows_may_be_a_list_of_json(name):
     """`[]` tells neither layers nor experts. The generated rows of one token are none, too."""
@@ -209,6 +247,24 @@ def test_maxtext_takes_the_ids_of_a_live_forward_for_rows_that_are_not_known():
         np.testing.assert_array_equal(rows[token], expected)
     with pytest.raises(RoutingFormatError, match="maxtext: native is"):
         formats.maxtext.encode(record, native=native[1:])
+    for value, text in ((16, "16"), (-1, "-1"), (1 << 32, "4294967296")):
+        wrong = native.astype(np.int64)
+        wrong[6] = value  # a row that is known is not read
+        np.testing.assert_array_equal(formats.maxtext.encode(record, native=wrong), rows)
+        wrong[7, 1, 2] = value
+        with pytest.raises(RoutingFormatError, match=rf"maxtext: native\[7, 1, 2\] is {text}; expected 0 to 15"):
+            formats.maxtext.encode(record, native=wrong)
+    for wrong in (native.astype(np.float32), native > 3):
+        with pytest.raises(RoutingFormatError, match=r"maxtext native: rows are (float32|bool)\[12, 3, 4\]"):
+            formats.maxtext.encode(record, native=wrong)
+
+
+@pytest.mark.parametrize("fill", [1 << 31, -(1 << 31) - 1, 0.5, "0", None, True])
+def test_a_fill_of_dense_layers_that_is_no_int32_is_refused(fill):
+    with pytest.raises(RoutingFormatError, match=r"sglang: dense_fill=.*; expected an int32: -1, or 0 as in SGLang"):
+        formats.sglang.encode(build_record(), dense_fill=fill)
+    expected = formats.sglang.encode(build_record(), dense_fill=0)
+    np.testing.assert_array_equal(formats.sglang.encode(build_record(), dense_fill=np.int64(0)), expected)
 
 
 FORMS = {
@@ -383,6 +439,16 @@ def test_a_token_without_a_row_is_refused_by_sample_and_position_or_stood_in_for
     assert np.all(rows[batch.pad] == -1)
     with pytest.raises(RoutingFormatError, match="native is"):
         formats.maxtext.encode_batch(batch, SPEC, native=native[:1])
+    wrong = native.astype(np.int64)
+    wrong[0, 10] = wrong[np.asarray(batch.pad)] = 99  # of a known row, and of places without a token
+    np.testing.assert_array_equal(formats.maxtext.encode_batch(batch, SPEC, native=wrong), rows)
+    wrong[1, 10, 2, 0] = 16
+    with pytest.raises(
+        RoutingFormatError, match=r"maxtext: native\[1, 10, 2, 0\] is 16; expected 0 to 15: ids of a live"
+    ):
+        formats.maxtext.encode_batch(batch, SPEC, native=wrong)
+    with pytest.raises(RoutingFormatError, match="maxtext native: rows are float64"):
+        formats.maxtext.encode_batch(batch, SPEC, native=native.astype(float))
 
 
 def test_a_sample_without_rows_is_refused_where_it_would_drop_the_others():
@@ -646,7 +712,7 @@ def test_an_npz_is_no_npy_of_vllm():
         formats.vllm.decode(base64.b64encode(stream.getvalue()), routing_info(build_record()))
 
 
-@pytest.mark.parametrize("name", ["maxtext", "tunix", "megatron"])
+@pytest.mark.parametrize("name", ["maxtext", "tunix", "megatron", "slime", "nemo_rl"])
 def test_a_sequence_of_a_length_that_no_model_has_is_not_laid_out(name):
     record = dataclasses.replace(build_record(), num_tokens=10**13)
     with pytest.raises(RoutingFormatError, match="num_tokens=10000000000000 of a record with 11 rows"):

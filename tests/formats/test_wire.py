@@ -19,7 +19,13 @@ from routed_experts.formats import packed, record_from_meta_info, record_from_np
 from routed_experts.formats.archive import decode_record, encode_record
 from routed_experts.formats.meta_info import extract_routed_experts_from_meta_info
 from routed_experts.formats.metadata import RoutedExpertsMetadata, to_metadata
-from routed_experts.formats.wire import encode_as_lists, encode_meta_info, encode_routed_experts, npy_bytes
+from routed_experts.formats.wire import (
+    decode_routed_experts,
+    encode_as_lists,
+    encode_meta_info,
+    encode_routed_experts,
+    npy_bytes,
+)
 
 # Typed from the description of the wire (section 5), not from this code.
 INT32_TEXT = "//////////8BAAAAAAAAAAcAAAADAAAA//////////8EAAAAAgAAAAUAAAABAAAA"
@@ -206,6 +212,48 @@ def test_weights_that_do_not_fit_are_refused():
             example(weights=weights)
     assert example(weights=np.ones((2, 2, 2), np.float32)) != example(
         weights=np.ones((2, 2, 2), np.float32).astype(ml_dtypes.bfloat16)
+    )
+
+
+def test_weights_in_lists_have_the_shape_and_the_range_of_the_record():
+    weights = np.arange(1, 9, dtype=np.float32).reshape(2, 2, 2) / 8
+    for dtype in (np.float32, ml_dtypes.bfloat16):
+        record = example(weights=weights.astype(dtype))
+        fields = encode_as_lists(record, layers="moe")
+        assert decode_lists(fields, fields["routed_experts_weights"]) == record
+        for wrong, text in (
+            (weights.T.reshape(2, 4).tolist(), r"shape \[2, 4\]; expected \[2, 2, 2\]"),
+            (weights.reshape(8).tolist(), r"shape \[8\]; expected \[2, 2, 2\]"),
+            ([], r"shape \[0\]; expected \[2, 2, 2\]"),
+            (
+                (weights.astype(np.float64) * 1e40).tolist(),
+                rf"holds 1\.25e\+39, which {np.dtype(dtype).name} does not hold",
+            ),
+        ):
+            with pytest.raises(RoutingFormatError, match=text):
+                decode_lists(fields, wrong)
+    wide = example(
+        ids=np.arange(6, dtype=np.uint8).reshape(1, 2, 3),
+        weights=np.ones((1, 2, 3), np.float32),
+        version_spans=((2, 3, 0),),
+    )
+    fields = encode_as_lists(wide, layers="moe")
+    with pytest.raises(RoutingFormatError, match=r"shape \[1, 3, 2\]; expected \[1, 2, 3\]"):
+        decode_lists(fields, np.ones((1, 3, 2)).tolist())
+    none = wide[2:2]
+    fields = encode_as_lists(none, layers="moe")
+    assert fields["routed_experts_weights"] == [] and decode_lists(fields, []) == none
+    infinite = example(weights=np.full((2, 2, 2), np.inf, np.float32))
+    fields = encode_as_lists(infinite, layers="moe")
+    assert decode_lists(fields, fields["routed_experts_weights"]) == infinite
+
+
+def decode_lists(fields, weights):
+    return decode_routed_experts(
+        fields["routed_experts"],
+        fields["routed_experts_info"],
+        weights=weights,
+        prompt_payload=fields["prompt_routed_experts"],
     )
 
 

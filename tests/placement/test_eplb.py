@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from placement.cases import GOLDEN_LOAD, GOLDEN_MAP, GOLDEN_SIZES, greedy_row, least_peak
 from routed_experts.core.errors import PlacementError
 from routed_experts.core.load_metrics import device_load
+from routed_experts.placement import eplb
 from routed_experts.placement.eplb import rebalance
 
 SMALL = (  # experts, instances, devices: few enough to enumerate
@@ -115,7 +116,45 @@ def test_a_layer_without_load_is_placed_as_if_all_experts_had_the_same():
     assert silent.logical_replica_count.tolist() == [[2, 2, 2, 2]]
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_loads_times_a_power_of_two_are_placed_alike_up_to_the_largest_float(nodes):
+    load = np.random.default_rng(8).gamma(0.5, 1, (5, 12)) * 100
+    sizes = {"num_instances": 16, "num_devices": 4, "num_groups": 2, "num_nodes": nodes}
+    usual = rebalance(load, **sizes)
+    with np.errstate(all="raise", under="ignore"):
+        for power in (900, 1000, 1024 - np.frexp(load.sum(axis=1).max())[1]):
+            scaled = rebalance(np.ldexp(load, power), **sizes)
+            assert np.array_equal(scaled.physical_to_logical_map, usual.physical_to_logical_map)
+        largest = np.array([[1e308, 1e307, 0]])
+        small = rebalance(np.ldexp(largest, -1000), num_instances=4, num_devices=2)
+        assert np.array_equal(
+            rebalance(largest, num_instances=4, num_devices=2).physical_to_logical_map, small.physical_to_logical_map
+        )
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int64])
+def test_sizes_may_be_integers_of_numpy_of_any_width(dtype):
+    load = np.random.default_rng(9).gamma(0.5, 1, (2, 100))
+    sizes = {"num_instances": 120, "num_devices": 4, "num_groups": 2, "num_nodes": 2, "max_replicas": 16}
+    usual = rebalance(load, **sizes)
+    narrow = rebalance(load, **{name: dtype(size) for name, size in sizes.items()})
+    assert np.array_equal(narrow.physical_to_logical_map, usual.physical_to_logical_map)
+    del sizes["max_replicas"]
+    before = eplb(load, **sizes)
+    narrow = {name: dtype(size) for name, size in sizes.items()}
+    for previous in (None, before):
+        wide, planned = (eplb(load[::-1], previous=previous, **each) for each in (sizes, narrow))
+        assert np.array_equal(planned.physical_to_logical_map, wide.physical_to_logical_map)
+    with pytest.raises(PlacementError, match="num_instances=200 is above 100 experts x max_replicas=1"):
+        rebalance(load, num_instances=200, num_devices=2, max_replicas=dtype(1))
+
+
 WRONG = {
+    "larger than a float": (
+        [[10**400, 1, 0, 0]],
+        {},
+        "holds an integer that is too large for a float; expected [M, E]",
+    ),
     "shape": (np.ones(4), {}, "load has shape [4]; expected [M, E]"),
     "negative": (np.array([[1, -1, 0, 0]]), {}, "load of MoE layer 0, expert 1 is -1.0"),
     "no number": (np.array([[1, 0, np.nan, 0]]), {}, "load of MoE layer 0, expert 2 is nan"),

@@ -134,6 +134,10 @@ WRONG = {
         lambda: resident(np.ones((1, 4)), per_layer=2, previous=ResidencyMap.first_n(2, 4, 2)),
         "does not fit a model of 1 x 4",
     ),
+    "load": (
+        lambda: placement.static_coverage([[10**400, 1]]),
+        "load=a list of 1 holds an integer that is too large for a float",
+    ),
     "costs": (lambda: ExpertCosts(copy_s=-1.0), "copy_s=-1.0; expected a finite number of seconds"),
     "counts": (
         lambda: AdaptiveResidency.start(ResidencyMap.first_n(1, 4, 2)).observe(np.ones((1, 5), int), 1),

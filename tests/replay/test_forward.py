@@ -3,6 +3,7 @@ engine."""
 
 import dataclasses
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -191,6 +192,12 @@ def test_under_jit_a_valid_id_that_is_no_expert_gives_nan_in_its_sequence_alone(
         (dict(positions=np.zeros(5, np.int32)), r"positions is int32\[5\]"),
         (dict(segment_ids=np.zeros((5, 2), np.int32)), r"segment_ids is int32\[5, 2\]"),
         (dict(segment_ids=np.zeros((2, 5), bool)), r"segment_ids is bool\[2, 5\]"),
+        (dict(positions=np.full((2, 5), -1)), r"positions\[0, 0\] is -1; give positions of 0 to 2147483647"),
+        (dict(positions=np.full((2, 5), 1 << 32)), r"positions\[0, 0\] is 4294967296; give positions of 0 to"),
+        (dict(positions=np.full((2, 5), 1 << 31, np.uint32)), r"positions\[0, 0\] is 2147483648; give positions"),
+        (dict(segment_ids=np.full((2, 5), 1 << 32)), r"segment_ids\[0, 0\] is 4294967296; give ids of -2147483647 to"),
+        (dict(segment_ids=np.full((2, 5), 1 << 63, np.uint64)), r"segment_ids\[0, 0\] is 9223372036854775808; give"),
+        (dict(segment_ids=jnp.full((2, 5), -(1 << 31))), r"segment_ids\[0, 0\] is -2147483648; give ids of"),
         (
             dict(backend="grouped"),
             "backend='grouped' is no MoeBackend; give one of MOE_BACKENDS: 'reference', 'grouped' or, without "
@@ -254,6 +261,51 @@ def test_longer_rows_of_short_sequences_are_computed(parts, case):
 def test_rows_in_another_container_are_refused(parts):
     with pytest.raises(RoutingAlignmentError, match="routed is tuple; give a RoutedBatch"):
         forward(nnx.merge(*parts), np.zeros((2, 5), np.int32), routed=(1, 2))
+
+
+@pytest.mark.parametrize("name", ["ids", "valid", "pad", "weights"])
+def test_rows_that_are_no_arrays_are_refused_by_name(parts, name):
+    tokens = random_tokens(1, 3)
+    batch = routed_batch(drifted_ids(tokens))
+    for value in ([0.5], None if name != "weights" else [1]):
+        with pytest.raises(RoutingAlignmentError, match=rf"routed.{name} is (None|a list of 1); expected"):
+            forward(nnx.merge(*parts), tokens, routed=dataclasses.replace(batch, **{name: value}))
+
+
+def test_arrays_of_the_host_may_have_another_byte_order(parts):
+    """The logits are those of the same values in the machine's order, by the bit."""
+    model, tokens = nnx.merge(*parts), np.asarray(random_tokens(1, 6, seed=19))
+    order = "<" if sys.byteorder == "big" else ">"
+    ids = drifted_ids(tokens)
+    valid, pad = np.arange(6)[None] > 2, np.arange(6)[None] == 0
+    weights = np.random.default_rng(2).random(ids.shape, np.float32)
+    arrays = dict(positions=np.arange(6)[None] + 2, segment_ids=np.arange(6)[None] // 3)
+    usual = forward(model, tokens, routed=RoutedBatch(ids, valid, pad, weights), return_routed=True, **arrays)
+    swapped = {name: array.astype(f"{order}i4") for name, array in arrays.items()}
+    for dtype in ("u2", "i4"):
+        rows = RoutedBatch(ids.astype(f"{order}{dtype}"), valid, pad, weights.astype(f"{order}f4"))
+        output = forward(model, tokens.astype(f"{order}i4"), routed=rows, return_routed=True, **swapped)
+        assert np.array_equal(output.logits, usual.logits) and np.array_equal(output.ids, usual.ids)
+
+
+def test_segments_are_distinct_up_to_the_ends_of_int32(parts):
+    model, tokens = nnx.merge(*parts), random_tokens(1, 6, seed=20)
+    halves = np.arange(6)[None] // 3
+    usual = forward(model, tokens, segment_ids=halves).logits
+    for ids in (1 - (1 << 31), (1 << 31) - 1):
+        wide = np.where(halves == 0, ids, 5)
+        assert np.array_equal(forward(model, tokens, segment_ids=wide).logits, usual)
+
+
+def test_positions_and_segments_of_padding_are_not_read(parts):
+    model, tokens = nnx.merge(*parts), random_tokens(1, 6, seed=21)
+    pad = np.arange(6)[None] < 2
+    batch = routed_batch(drifted_ids(tokens), valid=~pad, pad=pad)
+    usual = forward(model, tokens, routed=batch, positions=np.arange(6)[None], segment_ids=np.zeros((1, 6), int))
+    for filler in (-1, -(1 << 31)):
+        arrays = dict(positions=np.where(pad, filler, np.arange(6)), segment_ids=np.where(pad, filler, 0))
+        output = forward(model, tokens, routed=batch, **arrays)
+        assert np.array_equal(output.logits[:, 2:], usual.logits[:, 2:])
 
 
 def test_what_stands_where_there_is_no_token_is_not_read(parts):

@@ -128,7 +128,8 @@ def _draw_text(axes: Any, text: RoutedText, positioned: Sequence[PlacedToken], l
             axes.text(x + width / 2, y + 10, str(experts[0]), fontsize=4.8, color=_SOFT, ha="center", va="center")
         if part.token < text.cached_tokens:
             axes.plot([x, x + width], [y - 8.2, y - 8.2], color="black", linewidth=0.7, solid_capstyle="butt")
-    return start + (positioned[-1].line + _BETWEEN_LINES - 1.65) * _LINE_PT
+    last_line = positioned[-1].line if positioned else 0
+    return start + (last_line + _BETWEEN_LINES - 1.65) * _LINE_PT
 
 
 def _draw_loads(figure: Any, texts: Sequence[RoutedText], column: int, *, bottom: float, height: float) -> None:

@@ -7,9 +7,12 @@ experts per token."""
 import numpy as np
 from jaxtyping import Float, Float64, Int, Int64
 
+from routed_experts.core.error_text import short_repr
+from routed_experts.core.errors import PlacementError
 from routed_experts.core.placement import ExpertPlacement
 
 _EPSILON = 1e-5
+_DEVICES = "[M, V], the load of each device of each MoE layer, as device_load returns it"
 
 Load = Float[np.ndarray, "M X"] | Int[np.ndarray, "M X"]
 
@@ -23,7 +26,8 @@ def count_experts(rows: Int[np.ndarray, "N M K"], num_experts: int) -> Int64[np.
 
 def device_load(load: Float[np.ndarray, "M E"], placement: ExpertPlacement) -> Float64[np.ndarray, "M V"]:
     """The load of each device when an expert's load is divided evenly among its instances. Raises PlacementError for
-    another model."""
+    another model, and for what is no array [M, E]."""
+    load = _checked("load", load, "[M, E], the load of each expert of each MoE layer")
     placement.check_model(*load.shape)
     share = load / placement.logical_replica_count
     instances = np.take_along_axis(share, placement.physical_to_logical_map, axis=1)
@@ -64,15 +68,29 @@ def num_unused(load: Load) -> Int64[np.ndarray, " M"]:
 
 def eplb_balancedness(devices: Float[np.ndarray, "M V"]) -> float:
     """Mean over layers of mean / max device load, each with 1e-5 added: 1 at best, 1 for a layer without load
-    (SGLang's)."""
+    (SGLang's). Raises PlacementError for what is no array [M, V]."""
+    devices = _checked("devices", devices, _DEVICES)
     return float(np.mean((devices.mean(axis=1) + _EPSILON) / (devices.max(axis=1) + _EPSILON)))
 
 
 def eplb_balancedness_weighted(devices: Float[np.ndarray, "M V"]) -> float:
     """Sum over layers of the mean device load / sum of the maximum (vLLM's): the share of time that devices do not
-    wait, if time is load. 1 without load."""
+    wait, if time is load. 1 without load. Raises PlacementError for what is no array [M, V]."""
+    devices = _checked("devices", devices, _DEVICES)
     largest = devices.max(axis=1).sum()
     return float(devices.mean(axis=1).sum() / largest) if largest > 0 else 1.0
+
+
+def _checked(name: str, load: Load, expected: str) -> Load:
+    """The load as an array. Raises PlacementError for what is none of real numbers with two dims."""
+    try:
+        array = np.asarray(load)
+    except (ValueError, OverflowError):
+        array = None
+    if array is None or array.dtype.kind not in "biuf" or array.ndim != 2 or array.size == 0:
+        received = short_repr(load) if array is None else f"{array.dtype}{list(array.shape)}"
+        raise PlacementError(f"{name} is {received}; expected {expected}")
+    return array
 
 
 def ratio(above: np.ndarray, below: np.ndarray | float) -> Float64[np.ndarray, "..."]:

@@ -33,7 +33,9 @@ def read_arrays(path: str | os.PathLike[str], specs: ArraySpecs, *, what: str) -
         with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
             arrays: dict[str, np.ndarray] = {name: file[name] for name in specs}
     except _DAMAGED as error:
-        raise RoutingFormatError(f"{path} holds no {what} ({error}); give what its save() wrote") from error
+        # NumPy takes what is no archive for a pickle, and advises to load it all the same.
+        reason = "no .npz of plain arrays" if "pickle" in str(error) else error
+        raise RoutingFormatError(f"{path} holds no {what} ({reason}); give what its save() wrote") from error
     for name, (dtype, ndim) in specs.items():
         if arrays[name].dtype != dtype or arrays[name].ndim != ndim:
             received = f"{arrays[name].dtype} of {arrays[name].ndim} dims"

@@ -216,7 +216,14 @@ class ResidencyMap:
 
     def aligned_to(self, previous: "ResidencyMap") -> "ResidencyMap":
         """Return the same residents with those of `previous`, a map of the same sizes, in their slots: the fewest
-        copies. A new resident takes its slot in this map if that becomes free, else any free one."""
+        copies. A new resident takes its slot in this map if that becomes free, else any free one. Raises PlacementError
+        for a map of other sizes."""
+        ours, theirs = ((each.num_layers, each.num_experts, each.num_resident) for each in (self, previous))
+        if ours != theirs:
+            sizes = ["{} MoE layers x {} experts, {} resident".format(*each) for each in (ours, theirs)]
+            raise PlacementError(
+                f"a residency map of {sizes[0]} cannot be aligned to one of {sizes[1]}; give maps of the same sizes"
+            )
         experts, target = previous.experts, self.experts
         leaves = np.take_along_axis(self.slot_of, experts.astype(np.intp), axis=1) < 0  # [M, N]
         comes = np.take_along_axis(previous.slot_of, target.astype(np.intp), axis=1) < 0

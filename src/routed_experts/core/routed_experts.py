@@ -83,7 +83,7 @@ class RoutedExperts:
             start=start,
             num_tokens=num_tokens,
             num_prompt_tokens=num_prompt_tokens,
-            layer_ids=spec.layer_ids,
+            layer_ids=tuple(spec.layer_ids),
             num_hidden_layers=spec.num_hidden_layers,
             num_experts=spec.num_experts,
             version_spans=version_spans,
@@ -207,6 +207,19 @@ class RoutedExperts:
         ):
             if not is_integer(count):
                 raise RoutingFormatError(f"{name}={short_repr(count)}; expected an integer of at least 0")
+        for name, count in (("num_hidden_layers", self.num_hidden_layers), ("num_experts", self.num_experts)):
+            if not is_integer(count):
+                raise RoutingFormatError(f"{name}={short_repr(count)}; expected an integer of at least 1")
+        # A list could be changed, and would differ from the tuple of a record that was written and read.
+        if not isinstance(self.layer_ids, tuple) or not all(map(is_integer, self.layer_ids)):
+            raise RoutingFormatError(
+                f"layer_ids is {short_repr(self.layer_ids)}; expected a tuple of integers; convert it with tuple"
+            )
+        spans = self.version_spans
+        if isinstance(spans, list) or (isinstance(spans, tuple) and any(isinstance(span, list) for span in spans)):
+            raise RoutingFormatError(
+                "version_spans is or holds a list; expected a tuple of tuples (lo, hi, count); convert it with tuple"
+            )
 
     def _check_arrays(self) -> None:
         ids, layer_ids, dtype = self.ids, self.layer_ids, expert_id_dtype(self.num_experts)

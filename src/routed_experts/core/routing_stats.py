@@ -14,8 +14,10 @@ from types import MappingProxyType
 import numpy as np
 from jaxtyping import Float64, Int, Int32, Int64
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PlacementError
 from routed_experts.core.npz_io import read_arrays, write_arrays
+from routed_experts.core.record_validation import check_id_range, is_integer
 from routed_experts.core.routed_experts import RoutedExperts
 
 PHASES = ("prompt", "generated")
@@ -71,8 +73,17 @@ class RoutingStats:
     @staticmethod
     def from_records(records: Iterable[RoutedExperts], *, window_tokens: int = WINDOW_TOKENS) -> "RoutingStats":
         """Count the known rows of records of one model, one record after the other. Raises PlacementError when they
-        differ in shape, or when there is none."""
+        differ in shape, or when there is none, and RoutingFormatError for an id that is no expert."""
+        if not isinstance(records, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]  # one record is none
+            raise PlacementError(f"records is {short_repr(records)}; expected a list of records")
         records = list(records)
+        for index, record in enumerate(records):
+            if not isinstance(record, RoutedExperts):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise PlacementError(f"records[{index}] is {short_repr(record)}; expected RoutedExperts")
+        if not is_integer(window_tokens):
+            raise PlacementError(
+                f"window_tokens={short_repr(window_tokens)}; expected an integer of at least 1, such as {WINDOW_TOKENS}"
+            )
         if not records or window_tokens < 1:
             raise PlacementError(
                 f"{len(records)} records, window_tokens={window_tokens}; expected at least one of each"
@@ -86,7 +97,7 @@ class RoutingStats:
             while len(keys):
                 if room == 0:
                     windows.append(np.zeros(shape, np.int32))
-                    room = window_tokens
+                    room = int(window_tokens)
                 part, keys = keys[:room], keys[room:]
                 windows[-1] += _count(part, shape)
                 room -= len(part)
@@ -189,13 +200,17 @@ def moving_average(windows: Int[np.ndarray, "W F M E"], top_k: int, half_life: f
 
 
 def _keys(record: RoutedExperts, first: RoutedExperts) -> Int[np.ndarray, "T M*K"]:
-    """Number every slot of a record's known rows by phase, layer and expert."""
+    """Number every slot of a record's known rows by phase, layer and expert. Raises RoutingFormatError for an id that
+    is no expert: it would count for another layer."""
     ours, theirs = ((each.layer_ids, each.num_experts, each.top_k) for each in (record, first))
     if ours != theirs:
         shapes = [f"MoE layers {layers}, {experts} experts, top-{top_k}" for layers, experts, top_k in (ours, theirs)]
         raise PlacementError(f"a record of {shapes[0]} differs from one of {shapes[1]}; expected records of one model")
     generated = np.arange(record.start, record.start + record.num_rows) >= record.num_prompt_tokens
     num_layers, num_experts = len(record.layer_ids), record.num_experts
+    check_id_range(
+        record.ids, start=record.start, layer_ids=record.layer_ids, num_experts=num_experts, known=record.known
+    )
     rows = (generated * num_layers)[:, None] + np.arange(num_layers)  # [R, M]
     return (rows[:, :, None] * num_experts + record.ids)[record.known].reshape(-1, num_layers * record.top_k)
 

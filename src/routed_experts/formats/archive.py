@@ -50,14 +50,10 @@ class ArchivedAnswer:
 
 
 def encode_record(record: RoutedExperts, token_ids: Int[np.ndarray, " S"] | None = None) -> bytes:
-    """Encode one record; `token_ids` are all tokens of its sequence."""
+    """Encode one record; `token_ids` are all tokens of its sequence. Raises RoutingFormatError for others."""
     tensors: dict[str, np.ndarray] = {PAYLOAD_KEY: record.ids}
     if token_ids is not None:
-        if token_ids.shape != (record.num_tokens,):
-            raise RoutingFormatError(
-                f"token_ids has shape {token_ids.shape}; expected ({record.num_tokens},), the tokens of the sequence"
-            )
-        tensors["token_ids"] = np.ascontiguousarray(token_ids, dtype=np.int32)
+        tensors["token_ids"] = _to_int32("token_ids", token_ids, record.num_tokens)
     if record.weights is not None:
         tensors[WEIGHTS_KEY] = to_stored_weights(record.weights)
     if record.valid is not None:
@@ -95,13 +91,18 @@ def decode_record_and_tokens(encoded: BytesLike) -> tuple[RoutedExperts, Int32[n
 
 
 def encode_answers(answers: Sequence[ArchivedAnswer]) -> bytes:
-    """Encode the answers of a run. Raises RoutingFormatError for records of several models."""
-    lines = b"".join(json.dumps(_line(answer), ensure_ascii=False).encode() + b"\n" for answer in answers)
+    """Encode the answers of a run. Raises RoutingFormatError for records of several models, for token ids that are not
+    those of the record, and for fields that are no JSON."""
+    lines = b"".join(_json_line(index, answer) for index, answer in enumerate(answers))
+    token_ids = [
+        _to_int32(
+            f"answers[{index}].token_ids", answer.token_ids, None if answer.record is None else answer.record.num_tokens
+        )
+        for index, answer in enumerate(answers)
+    ]
     tensors: dict[str, np.ndarray] = {
-        "token_ids": np.concatenate([np.zeros(0, np.int32), *(answer.token_ids for answer in answers)]).astype(
-            np.int32
-        ),
-        "token_offsets": _offsets([answer.token_ids.size for answer in answers]),
+        "token_ids": np.concatenate([np.zeros(0, np.int32), *token_ids]),
+        "token_offsets": _offsets([ids.size for ids in token_ids]),
         "answers": np.frombuffer(lines, np.uint8),
     }
     records = [answer.record for answer in answers if answer.record is not None]
@@ -161,6 +162,35 @@ def _to_bytes(encoded: object) -> bytes:
     return bytes(encoded)
 
 
+def _to_int32(name: str, token_ids: object, num_tokens: int | None) -> Int32[np.ndarray, " S"]:
+    """The token ids as int32, C-order. Raises RoutingFormatError for what is no int32, and for another number of them;
+    None: any number."""
+    try:
+        array = np.asarray(token_ids)
+    except (ValueError, OverflowError) as cause:
+        raise RoutingFormatError(f"{name} is no array ({cause}); expected the tokens of the sequence") from cause
+    if array.ndim != 1 or (num_tokens is not None and array.size != num_tokens):
+        shape = "one dim" if num_tokens is None else f"({num_tokens},)"
+        raise RoutingFormatError(f"{name} has shape {array.shape}; expected {shape}, the tokens of the sequence")
+    if array.size and array.dtype.kind not in "iu":
+        raise RoutingFormatError(f"{name} holds {array.dtype}; expected integers, the tokens of the sequence")
+    limits = np.iinfo(np.int32)
+    outside = np.flatnonzero((array < limits.min) | (array > limits.max)) if array.size else array
+    if outside.size:
+        value = array[outside[0]]
+        raise RoutingFormatError(f"{name}[{outside[0]}] is {value}; expected an int32, as token ids of all models are")
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def _json_line(index: int, archived: ArchivedAnswer) -> bytes:
+    """The fields of an answer as a line of UTF-8. Raises RoutingFormatError for what JSON, or UTF-8, does not hold."""
+    try:
+        return json.dumps(_line(archived), ensure_ascii=False).encode() + b"\n"
+    except (TypeError, ValueError, RecursionError) as cause:
+        text = f"answers[{index}] is no JSON in UTF-8 ({cause})"
+        raise RoutingFormatError(f"{text}; give what Engine.generate returned, without lone surrogates") from cause
+
+
 def _line(archived: ArchivedAnswer) -> dict[str, object]:
     answer = {name: value for name, value in archived.answer.items() if name not in _IDS}
     meta_info = dict(cast("Mapping[str, object]", answer.get("meta_info", {})))
@@ -184,6 +214,11 @@ def _to_answer(
     record = None
     if info is not None and rows is not None:
         metadata = RoutedExpertsMetadata.from_json(info)
+        if metadata.num_tokens != tokens.size:
+            raise RoutingFormatError(
+                f"an answer of {tokens.size} tokens has a record of {metadata.num_tokens}; expected as many: write the "
+                "answers again"
+            )
         stored = weights if metadata.weights is not None else None
         record = to_record(
             rows, metadata, weights=None if stored is None else from_stored_weights(stored, metadata.weights)

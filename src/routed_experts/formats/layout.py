@@ -26,6 +26,8 @@ from routed_experts.core.routed_experts import RoutedExperts
 
 Missing = Literal["error", "gate"]
 Columns = Literal["all", "moe", "either"]  # hidden layers, MoE layers
+TO_LIVE_ROUTER = 'pass missing="gate" to leave it to the live router'
+_NO_MARK = "{layout} has no mark for that; replay such samples with forward(..., routed=), or drop them"
 _MAX_TOKENS = 1 << 26  # of a sequence that is laid out with a row a token; above any context
 
 
@@ -107,7 +109,7 @@ def check_missing(record: RoutedExperts, layout: str, missing: Missing) -> None:
     if missing not in ("error", "gate"):
         raise RoutingFormatError(f"missing={missing!r} is unknown; choose error or gate")
     if missing == "error":
-        require_complete(record, layout, fix='pass missing="gate" to leave it to the live router')
+        require_complete(record, layout, fix=TO_LIVE_ROUTER)
 
 
 def require_complete(record: RoutedExperts, layout: str, *, fix: str | None = None) -> None:
@@ -115,16 +117,24 @@ def require_complete(record: RoutedExperts, layout: str, *, fix: str | None = No
     check_record(record, layout)
     if record.valid is not None and not record.valid.all():
         token = record.start + int(np.flatnonzero(~record.valid)[0])
-        fix = fix or f"{layout} has no mark for that; replay such samples with forward(..., routed=), or drop them"
+        fix = fix or _NO_MARK.format(layout=layout)
         raise RoutingFormatError(f"{layout}: the row of token {token} is not known; {fix}")
 
 
-def require_whole(record: RoutedExperts, layout: str) -> None:
-    """Raise for what is no record, and unless the rows begin with the first token."""
+def require_whole(record: RoutedExperts, layout: str, *, cut: Missing = "error", fix: str | None = None) -> None:
+    """Raise for what is no record, and unless the rows begin with the first token and, with cut="error", reach the last
+    but one: a token without a row there is as one whose row is not known."""
     check_record(record, layout)
     if record.start != 0:
         raise RoutingFormatError(
             f"{layout}: rows begin at token {record.start}; expected 0: merge the turns first (merge_turns)"
+        )
+    check_num_tokens(record, layout)
+    if cut == "error" and record.num_rows < record.num_tokens - 1:
+        fix = fix or _NO_MARK.format(layout=layout)
+        raise RoutingFormatError(
+            f"{layout}: the row of token {record.num_rows} is not known, for the rows end before it; expected rows of "
+            f"tokens 0 to {record.num_tokens - 2}: give the record as it was before it was cut; {fix}"
         )
 
 
@@ -157,7 +167,7 @@ def scatter_to_all_layers(
     expert."""
     check_ids(record)
     shape = (record.num_rows, record.num_hidden_layers, record.top_k)
-    rows = _new_rows(shape, fill, check_fits(record.num_experts, dtype))
+    rows = new_rows(shape, fill, check_fits(record.num_experts, dtype))
     rows[:, record.layer_ids] = record.ids
     return rows
 
@@ -167,13 +177,13 @@ def pad_to_tokens(record: RoutedExperts, dtype: type[np.signedinteger]) -> Int[n
     check_ids(record)
     check_num_tokens(record, "routed_experts")
     shape, id_dtype = (record.num_tokens, *record.ids.shape[1:]), check_fits(record.num_experts, dtype)
-    rows = _new_rows(shape, -1, id_dtype)
+    rows = new_rows(shape, -1, id_dtype)
     known = record.known
     rows[record.start : record.start + record.num_rows][known] = record.ids[known]
     return rows
 
 
-def _new_rows(shape: tuple[int, ...], fill: int, dtype: np.dtype) -> Int[np.ndarray, "R columns K"]:
+def new_rows(shape: tuple[int, ...], fill: int, dtype: np.dtype) -> Int[np.ndarray, "R columns K"]:
     """A new array of one value; raises RoutingFormatError where the allocation fails."""
     try:
         return np.full(shape, fill, dtype)

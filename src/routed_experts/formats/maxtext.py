@@ -26,13 +26,11 @@ def encode(record: RoutedExperts, *, native: Int[np.ndarray, "S M K"] | None = N
     that is not known raises RoutingFormatError."""
     if native is None:
         require_complete(record, "maxtext")
-    require_whole(record, "maxtext")
+    require_whole(record, "maxtext", cut="error" if native is None else "gate")
     rows = pad_to_tokens(record, np.int32)
     if native is None:
         return rows
-    if np.shape(native) != rows.shape:
-        refuse("maxtext", f"native is {list(np.shape(native))}", f"{list(rows.shape)}, a row a token")
-    return np.where(rows[:, :1, :1] < 0, np.asarray(native, np.int32), rows)
+    return _with_native(rows, native, rows[:, 0, 0] < 0, record.num_experts)
 
 
 def decode(array: Int[np.ndarray, "S M K"], info: SequenceInfo) -> RoutedExperts:
@@ -50,12 +48,27 @@ def encode_batch(
     rows = rows_or_fill(batch, spec, "maxtext", fill=-1)
     if native is None:
         return rows
-    if np.shape(native) != rows.shape:
-        refuse("maxtext", f"native is {list(np.shape(native))}, ids {list(rows.shape)}", "one shape")
-    known = np.asarray(batch.valid) | np.asarray(batch.pad)
-    return np.where(known[..., None, None], rows, np.asarray(native, np.int32))
+    return _with_native(rows, native, ~(np.asarray(batch.valid) | np.asarray(batch.pad)), spec.num_experts)
 
 
 def decode_batch(array: Int[np.ndarray, "B S M K"], pad: Bool[np.ndarray, "B S"], spec: CaptureSpec) -> BatchRows:
     """Decode a batch; rows of -1 are not valid."""
     return to_batch_rows(to_int_array(array, "maxtext"), to_mask(pad, "maxtext"), spec, "maxtext")
+
+
+def _with_native(
+    rows: Int32[np.ndarray, "... M K"],
+    native: Int[np.ndarray, "... M K"],
+    unknown: Bool[np.ndarray, "..."],
+    num_experts: int,
+) -> Int32[np.ndarray, "... M K"]:
+    """The rows, those that are not known from the live forward. Raises RoutingFormatError for `native` of another shape
+    or dtype, and for an id of it that would be taken and is no expert."""
+    live = to_int_array(native, "maxtext native")
+    if live.shape != rows.shape:
+        refuse("maxtext", f"native is {list(live.shape)}", f"{list(rows.shape)}, a row a token")
+    outside = ((live < 0) | (live >= num_experts)) & unknown[..., None, None]
+    if outside.any():
+        at = np.argwhere(outside)[0].tolist()
+        refuse("maxtext", f"native{at} is {live[tuple(at)]}", f"0 to {num_experts - 1}: ids of a live forward")
+    return np.where(unknown[..., None, None], live.astype(np.int32), rows)

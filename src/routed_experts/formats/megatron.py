@@ -11,6 +11,7 @@ from jaxtyping import Bool, Int, Int64
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.formats.layout import (
+    TO_LIVE_ROUTER,
     Missing,
     SequenceInfo,
     check_missing,
@@ -30,7 +31,7 @@ def encode(
     rollout and, with missing="gate", rows that are not known, which raise RoutingFormatError otherwise. Ids outside the
     mask are spread, so that a forward which ignores it loads no expert twice as much."""
     check_missing(record, "megatron", missing)
-    require_whole(record, "megatron")
+    require_whole(record, "megatron", cut=missing, fix=TO_LIVE_ROUTER)
     rows = pad_to_tokens(record, np.int64)
     mask = rows[:, 0, 0] >= 0
     tokens = np.arange(record.num_tokens)[:, None, None]

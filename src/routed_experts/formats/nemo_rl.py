@@ -7,9 +7,11 @@ from jaxtyping import Int, Int32
 
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.formats.layout import (
+    TO_LIVE_ROUTER,
     Missing,
     SequenceInfo,
     check_missing,
+    new_rows,
     refuse,
     require_whole,
     scatter_to_all_layers,
@@ -22,11 +24,16 @@ def encode(record: RoutedExperts, *, missing: Missing = "error") -> Int32[np.nda
     """Encode the S - 1 rows of a rollout. Rows that are not known raise RoutingFormatError, or are -1 throughout with
     missing="gate"."""
     check_missing(record, "nemo_rl", missing)
-    require_whole(record, "nemo_rl")
-    record = record[: record.num_tokens - 1]
+    require_whole(record, "nemo_rl", cut=missing, fix=TO_LIVE_ROUTER)
+    num_rows = max(record.num_tokens - 1, 0)
+    record = record[:num_rows]
     rows = scatter_to_all_layers(record, np.int32, fill=0)
     rows[~record.known] = -1
-    return rows
+    if len(rows) == num_rows:
+        return rows
+    whole = new_rows((num_rows, *rows.shape[1:]), -1, rows.dtype)
+    whole[: len(rows)] = rows
+    return whole
 
 
 def decode(array: Int[np.ndarray, "S-1 L K"], info: SequenceInfo) -> RoutedExperts:

@@ -5,6 +5,9 @@ Dims: R rows, L hidden layers, K experts per token."""
 import numpy as np
 from jaxtyping import Int, Int32
 
+from routed_experts.core.error_text import short_repr
+from routed_experts.core.errors import RoutingFormatError
+from routed_experts.core.record_validation import is_integer
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.formats.layout import (
     SequenceInfo,
@@ -18,8 +21,14 @@ from routed_experts.formats.wire import decode_base64
 
 
 def encode(record: RoutedExperts, *, dense_fill: int = -1) -> Int32[np.ndarray, "R L K"]:
-    """Encode as a writable array. Raises RoutingFormatError for rows that are not known."""
+    """Encode as a writable array. Raises RoutingFormatError for rows that are not known, and for a `dense_fill` that is
+    no int32."""
     require_complete(record, "sglang")
+    limits = np.iinfo(np.int32)
+    if not is_integer(dense_fill) or not limits.min <= dense_fill <= limits.max:
+        raise RoutingFormatError(
+            f"sglang: dense_fill={short_repr(dense_fill)}; expected an int32: -1, or 0 as in SGLang's torch engine"
+        )
     return scatter_to_all_layers(record, np.int32, fill=dense_fill)
 
 

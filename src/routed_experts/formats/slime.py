@@ -19,16 +19,16 @@ from routed_experts.formats.layout import (
 
 def encode(record: RoutedExperts) -> Int32[np.ndarray, "S-1 L K"]:
     """Encode as `Sample.rollout_routed_experts`: the S - 1 rows of a rollout, also of a record that has S. Raises
-    RoutingFormatError for rows that are not known or do not begin with token 0."""
+    RoutingFormatError for rows that are not known, and for those that do not begin with token 0 or end too early."""
     require_complete(record, "slime")
     require_whole(record, "slime")
-    return scatter_to_all_layers(record[: record.num_tokens - 1], np.int32, fill=0)
+    return scatter_to_all_layers(record[: max(record.num_tokens - 1, 0)], np.int32, fill=0)
 
 
 def decode(array: Int[np.ndarray, "S-1 L K"], info: SequenceInfo) -> RoutedExperts:
     """Decode exactly S - 1 rows; a row of zeros raises RoutingFormatError, as slime rejects it."""
-    array = to_int_array(array, "slime")
-    if array.shape[:1] != (info.num_tokens - 1,) or info.start != 0:
+    array, num_rows = to_int_array(array, "slime"), max(info.num_tokens - 1, 0)
+    if array.shape[:1] != (num_rows,) or info.start != 0:
         received = f"{list(array.shape)} rows from token {info.start} on"
-        refuse("slime", received, f"{info.num_tokens - 1} from 0 on")
+        refuse("slime", received, f"{num_rows} from 0 on")
     return to_record(array, info, layout="slime", columns="all", strict=True)

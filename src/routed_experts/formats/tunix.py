@@ -10,6 +10,7 @@ from routed_experts.core.errors import RoutingFormatError
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.formats.batch import Batch, BatchRows, require_all_but_last, rows_or_fill, to_batch_rows
 from routed_experts.formats.layout import (
+    TO_LIVE_ROUTER,
     Missing,
     SequenceInfo,
     check_fits,
@@ -27,7 +28,7 @@ def encode(record: RoutedExperts, *, missing: Missing = "error") -> Int16[np.nda
     RoutingFormatError, or are -1 with missing="gate": only where the model leaves such a token to its own router
     (MaxText takes -1 for no expert output)."""
     check_missing(record, "tunix", missing)
-    require_whole(record, "tunix")
+    require_whole(record, "tunix", cut=missing, fix=TO_LIVE_ROUTER)
     return pad_to_tokens(record, np.int16)
 
 

@@ -265,9 +265,17 @@ def _decoded_weights(weights: object, metadata: RoutedExpertsMetadata) -> Combin
         stored = "uint16" if metadata.weights == "bfloat16" else "float32"
         array = read_npy(decode_base64(weights), dtype=stored, shape=shape)
         return from_stored_weights(array, metadata.weights)
-    array = _to_array(WEIGHTS_KEY, weights, np.number).astype(dtype)
-    if array.size != math.prod(shape):
-        raise RoutingFormatError(f"{WEIGHTS_KEY} has the shape {list(array.shape)}; expected {list(shape)}")
+    listed = _to_array(WEIGHTS_KEY, weights, np.number)
+    if listed.shape != shape and (listed.size or math.prod(shape)):  # `[]` has no other dims
+        raise RoutingFormatError(f"{WEIGHTS_KEY} has the shape {list(listed.shape)}; expected {list(shape)}")
+    with np.errstate(over="ignore"):
+        array = listed.astype(dtype)
+    overflows = np.isinf(array) & ~np.isinf(listed)
+    if overflows.any():
+        value = listed[overflows].flat[0]
+        raise RoutingFormatError(
+            f"{WEIGHTS_KEY} holds {value:g}, which {dtype} does not hold; give the weights that were recorded"
+        )
     return array.reshape(shape)
 
 

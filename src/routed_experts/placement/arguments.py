@@ -6,13 +6,14 @@ import numpy as np
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PlacementError
-from routed_experts.core.record_validation import is_integer
 
 
-def check_integer(name: str, value: object, expected: str) -> None:
-    """Raise PlacementError for what is no integer, as a float or a bool; `expected` describes a valid value."""
-    if not is_integer(value):
+def check_integer(name: str, value: object, expected: str) -> int:
+    """Return an integer of Python or NumPy as one of Python, which no product overflows. Raises PlacementError for what
+    is no integer, as a float or a bool; `expected` describes a valid value."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
         raise PlacementError(f"{name}={short_repr(value)} is {type(value).__name__}; expected {expected}")
+    return int(value)
 
 
 def check_type(name: str, value: object, *kinds: type) -> None:

@@ -47,14 +47,22 @@ def rebalance(
     `refined` improves what the greedy choices leave, within each node; without it the placement is the published one.
     Raises PlacementError."""
     load = checked_load(load)
+    shift = np.maximum(np.frexp(load.max(axis=1))[1], 0)  # [M]; to below 1: exact, and no sum overflows
+    load = np.ldexp(load, -shift[:, None])
     num_experts = load.shape[1]
-    check_integer("num_instances", num_instances, "an integer of at least 1")
-    limit = default_max_replicas(num_instances, num_experts) if max_replicas is None else max_replicas
+    expected = "an integer of at least 1"
+    num_instances = check_integer("num_instances", num_instances, expected)
+    most = default_max_replicas(num_instances, num_experts) if max_replicas is None else max_replicas
+    limit = check_integer("max_replicas", most, expected)
+    num_devices = check_integer("num_devices", num_devices, expected)
+    num_groups = check_integer("num_groups", num_groups, expected)
+    num_nodes = check_integer("num_nodes", num_nodes, expected)
     _check_sizes(num_experts, num_instances, num_devices, num_groups, num_nodes, limit)
     groups, nodes = (num_groups, num_nodes) if num_groups % num_nodes == 0 else (1, 1)
     experts = _experts_of_nodes(load, groups, nodes)  # [M * nodes, E / nodes]
     rows = np.take_along_axis(np.repeat(load, nodes, axis=0), experts, axis=1)
-    rows[rows.sum(axis=1) == 0] = 1.0
+    silent = rows.sum(axis=1) == 0
+    rows[silent] = np.ldexp(1.0, -np.repeat(shift, nodes))[silent, None]
     instance_experts, counts = replicate(rows, num_instances // nodes, limit)
     order = pack(np.take_along_axis(rows / counts, instance_experts, axis=1), num_devices // nodes)
     instance_experts = np.take_along_axis(instance_experts, order, axis=1)
@@ -75,6 +83,9 @@ def checked_load(load: Float[np.ndarray, "M E"]) -> Float64[np.ndarray, "M E"]:
     try:
         read = np.asarray(load)
         read = read.astype(np.float64, copy=False) if read.dtype.kind in "biufOV" else None
+    except OverflowError as error:
+        text = f"load={short_repr(load)} holds an integer that is too large for a float"
+        raise PlacementError(f"{text}; expected {expected}: scale the load down") from error
     except (TypeError, ValueError):
         read = None
     if read is None:
@@ -117,9 +128,7 @@ def _check_sizes(
         "num_groups": num_groups,
         "num_nodes": num_nodes,
     }
-    check_integer("max_replicas", max_replicas, "an integer of at least 1")
     for name, value in sizes.items():
-        check_integer(name, value, "an integer of at least 1")
         if value < 1:
             raise PlacementError(f"{name}={value}; expected at least 1")
     if num_instances < num_experts:

@@ -40,7 +40,7 @@ def relabel(new: ExpertPlacement, old: ExpertPlacement, *, num_nodes: int = 1) -
     possible; its epoch follows that of `old`. Raises PlacementError where the sizes differ, ConfigError without
     SciPy (routed-experts[placement])."""
     check_same_sizes(old, new)
-    check_integer("num_nodes", num_nodes, "an integer of at least 1")
+    num_nodes = check_integer("num_nodes", num_nodes, "an integer of at least 1")
     if num_nodes < 1 or new.num_devices % num_nodes:
         raise PlacementError(
             f"num_nodes={num_nodes} does not divide num_devices={new.num_devices}; choose one that does"

@@ -39,7 +39,7 @@ def eplb(
     )
     if previous is None:
         return placement
-    return relabel(placement, previous, num_nodes=num_nodes if num_groups % num_nodes == 0 else 1)
+    return relabel(placement, previous, num_nodes=num_nodes if int(num_groups) % int(num_nodes) == 0 else 1)
 
 
 def resident(load: Load, *, per_layer: int, previous: ResidencyMap | None = None) -> ResidencyMap:

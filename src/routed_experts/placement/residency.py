@@ -110,7 +110,7 @@ def most_used(load: Float[np.ndarray, "M E"], per_layer: int, previous: Residenc
     """Keep the `per_layer` experts of the largest load of each layer, ties to the lower id. An expert that was resident
     in `previous` keeps its slot, and the epoch is the next. Raises PlacementError."""
     load = checked_load(load)
-    check_integer("per_layer", per_layer, f"an integer of 0 to {load.shape[1]}, all experts that there are")
+    per_layer = check_integer("per_layer", per_layer, f"an integer of 0 to {load.shape[1]}, all experts that there are")
     if not 0 <= per_layer <= load.shape[1]:
         raise PlacementError(f"per_layer={per_layer} resident experts; expected 0 to {load.shape[1]}, all there are")
     chosen = np.sort(np.argsort(-load, axis=1, kind="stable")[:, :per_layer], axis=1)

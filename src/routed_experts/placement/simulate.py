@@ -157,8 +157,9 @@ def _join_rows(records: Iterable[RoutedExperts], step_tokens: int) -> tuple[UInt
         other = next((record for record in listed if not isinstance(record, RoutedExperts)), records)
         where = "records hold" if is_list else "records is"
         raise PlacementError(f"{where} {type(other).__name__}; expected a list of RoutedExperts")
-    check_integer("step_tokens", step_tokens, "an integer of at least 1, the tokens that devices share at a time")
+    meaning = "at least 1, the tokens that devices share at a time"
+    step_tokens = check_integer("step_tokens", step_tokens, f"an integer of {meaning}")
     if step_tokens < 1:
-        raise PlacementError(f"step_tokens={step_tokens}; expected at least 1, the tokens that devices share at a time")
+        raise PlacementError(f"step_tokens={step_tokens}; expected {meaning}")
     rows = known_rows(*listed)
     return rows, listed[0].num_experts

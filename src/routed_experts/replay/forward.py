@@ -17,6 +17,7 @@ from jax.custom_derivatives import linear_call
 from jaxtyping import Array, Float, Int, UInt, UInt8
 
 from routed_experts.core.capture_spec import CaptureSpec
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError, RoutingAlignmentError
 from routed_experts.layers.attention import causal_attention
 from routed_experts.layers.attention_features import AttentionFeatures
@@ -31,7 +32,8 @@ from routed_experts.replay.check import layers_with_repeats
 from routed_experts.replay.recorder import BalanceRecorder, RoutingRecorder
 
 NO_GRADIENT = ("tiled",)  # names of backends whose loop has no gradient in reverse mode
-_OF_PADDING = np.iinfo(np.int32).min  # the segment of places without a token
+_OF_PADDING = int(np.iinfo(np.int32).min)  # the segment of places without a token
+_LARGEST = int(np.iinfo(np.int32).max)  # JAX computes with int32
 
 
 @jax.tree_util.register_dataclass
@@ -75,19 +77,25 @@ def forward(
     sliding window or chunk as wide as the context, past its end (`model.config.position_limit`).
     Raises, at trace time, InvalidRequestError for tokens, positions or segments that are no integers [B, S], for
     sequences above that limit, for another `balance_on` or `backend`, and for a gradient through "tiled", and
-    RoutingAlignmentError for a `routed` of other shapes than the tokens'; outside jit also for tokens and rows out of
-    range. Under jit positions, segments and padding cannot be read: with any of them the caller keeps sequences within
-    the limit."""
+    RoutingAlignmentError for a `routed` of other shapes than the tokens'; outside jit also for tokens, positions,
+    segments and rows out of range: positions and segments fit int32, whose least value marks the segment of padding.
+    Under jit positions, segments and padding cannot be read: with any of them the caller keeps sequences within the
+    limit."""
     _check_choices(balance_on, backend)
     _check_shapes(tokens, positions, segment_ids)
+    tokens, positions, segment_ids = map(_in_native_order, (tokens, positions, segment_ids))
     (batch, length), spec, replays = tokens.shape, model.config.capture_spec, routed is not None
     if routed is None and spec is not None:
         routed = _no_valid_rows(batch, length, spec)
     repeats = layers_with_repeats(repeats_in_layers)
-    replay = None if routed is None else _token_routing(routed, tokens.shape, spec, repeats, check_ids=replays)
+    replay = None
+    if routed is not None:
+        routed = _checked_batch(routed, tokens.shape, spec, repeats, check_ids=replays)
+        replay = _token_routing(routed)
     pad = routed.pad if replays and routed is not None else None
-    if _is_readable(tokens) and (pad is None or _is_readable(pad)):
-        _check_tokens(tokens, pad, model.config.vocab_size)
+    _check_values("tokens", tokens, pad, "ids", 0, model.config.vocab_size - 1)
+    _check_values("positions", positions, pad, "positions", 0, _LARGEST)
+    _check_values("segment_ids", segment_ids, pad, "ids", _OF_PADDING + 1, _LARGEST)
     segments = segment_ids
     if routed is not None:  # padding, which may be on either side, is a segment of its own
         own = 0 if segment_ids is None else jnp.asarray(segment_ids).astype(jnp.int32)  # fewer bits have no _OF_PADDING
@@ -196,17 +204,20 @@ def _check_shapes(tokens: Any, positions: Any, segment_ids: Any) -> None:
             raise InvalidRequestError(f"{name} is {received}; give an array of integers {expected}", param=name)
 
 
-def _check_tokens(tokens: Any, pad: Any, vocab_size: int) -> None:
-    """Raise InvalidRequestError for the first token, of those that are not `pad`, that is none of the vocabulary."""
-    values = np.asarray(tokens)
-    outside = (values < 0) | (values >= vocab_size)
+def _check_values(name: str, array: Any, pad: Any, noun: str, lowest: int, largest: int) -> None:
+    """Raise InvalidRequestError for the first value, of those that can be read and are not of `pad`, that is outside
+    `lowest` to `largest`."""
+    if array is None or not _is_readable(array) or not (pad is None or _is_readable(pad)):
+        return
+    values = np.asarray(array)
+    outside = (values < lowest) | (values > largest)
     outside = outside if pad is None else outside & ~np.asarray(pad)
     if outside.any():
         row, column = np.argwhere(outside)[0]
         raise InvalidRequestError(
-            f"tokens[{row}, {column}] is {values[row, column]}; give ids of 0 to {vocab_size - 1}, and mark places "
+            f"{name}[{row}, {column}] is {values[row, column]}; give {noun} of {lowest} to {largest}, and mark places "
             "without a token in routed.pad",
-            param="tokens",
+            param=name,
         )
 
 
@@ -250,16 +261,17 @@ def _no_valid_rows(batch: int, length: int, spec: CaptureSpec) -> RoutedBatch:
     return lax.optimization_barrier(RoutedBatch(ids, no, no))
 
 
-def _token_routing(
+def _checked_batch(
     routed: RoutedBatch,
     shape: tuple[int, ...],
     spec: CaptureSpec | None,
     repeats_in_layers: tuple[int, ...],
     *,
     check_ids: bool,
-) -> TokenRouting:
-    """Flatten the batch to tokens. Raises RoutingAlignmentError for shapes other than the tokens' and the model's, and
-    for ids that are no experts where they can be read: outside jit."""
+) -> RoutedBatch:
+    """Return the batch with all arrays in the machine's byte order. Raises RoutingAlignmentError for what is no array,
+    for shapes other than the tokens' and the model's, and for ids that are no experts where they can be read: outside
+    jit."""
     if spec is None:
         raise RoutingAlignmentError("routed is given, but this model has no MoE layer; leave it out")
     if not isinstance(routed, RoutedBatch):
@@ -271,17 +283,33 @@ def _token_routing(
         ("pad", routed.pad, shape, np.bool_),
         ("weights", routed.weights, rows, np.floating),
     ):
-        if array is not None and (array.shape != expected or not jnp.issubdtype(array.dtype, kind)):
+        if array is None and name == "weights":
+            continue
+        is_array = isinstance(array, np.ndarray | jax.Array)
+        if not is_array or array.shape != expected or not jnp.issubdtype(array.dtype, kind):
             word = {np.integer: "integers", np.bool_: "booleans", np.floating: "floats"}[kind]
-            received = f"{array.dtype}{list(array.shape)}"
+            received = f"{array.dtype}{list(array.shape)}" if is_array else short_repr(array)
             raise RoutingAlignmentError(
                 f"routed.{name} is {received}; expected {word} {list(expected)}: [B, S] of tokens and [M, K] of this "
                 "model"
             )
     if check_ids and all(map(_is_readable, (routed.ids, routed.valid, routed.pad))):
         routed.check(spec, repeats_in_layers=repeats_in_layers)
-    weights = None if routed.weights is None else routed.weights.reshape(-1, *rows[2:])
-    return TokenRouting(routed.ids.reshape(-1, *rows[2:]), routed.valid.reshape(-1), weights)
+    return jax.tree.map(_in_native_order, routed)
+
+
+def _token_routing(routed: RoutedBatch) -> TokenRouting:
+    """Flatten the batch to tokens."""
+    row = routed.ids.shape[2:]
+    weights = None if routed.weights is None else routed.weights.reshape(-1, *row)
+    return TokenRouting(routed.ids.reshape(-1, *row), routed.valid.reshape(-1), weights)
+
+
+def _in_native_order(array: Any) -> Any:
+    """A host array of another byte order in the machine's: JAX takes the bytes of the other for native ones."""
+    if isinstance(array, np.ndarray) and not array.dtype.isnative:
+        return array.astype(array.dtype.newbyteorder("="))
+    return array
 
 
 def _is_readable(array: object) -> bool:
