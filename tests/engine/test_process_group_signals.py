@@ -107,6 +107,18 @@ def test_sigterm_while_the_group_loads_ends_every_process_with_0(folder, rank):
         assert [member.exit_code(30) for member in members] == [0, 0], [member.log()[-1500:] for member in members]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.thorough)])
+def test_a_signal_to_process_0_before_all_have_come_ends_those_that_have_with_0(folder, number):
+    address = free_address()
+    flags = ["--nnodes", "4", "--tp-size", "4"]
+    with processes(serve(folder, 0, address, *flags), serve(folder, 1, address, *flags)) as members:
+        members[0].wait_log("process 1 of 4 has come from 127.0.0.1:")
+        members[0].signal(number)
+        assert [member.exit_code(30) for member in members] == [0, 0], [member.log()[-1500:] for member in members]
+        assert "process 0 was asked to end before all processes had come" in members[1].log()
+        assert "Traceback" not in members[0].log() + members[1].log()
+
+
 def probe(url, path="/health"):
     """Status and body of a probe."""
     try:
