@@ -129,6 +129,13 @@ def probe(url, path="/health"):
             return error.code, json.load(error) if error.headers["content-type"] == "application/json" else None
 
 
+def server_info(url, key=None):
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    request = urllib.request.Request(f"{url}/get_server_info", headers=headers)
+    with urllib.request.urlopen(request, timeout=10) as response:
+        return json.load(response)
+
+
 def metric(url, name):
     """A sample of /metrics."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
@@ -139,7 +146,9 @@ def metric(url, name):
 def test_a_follower_answers_probes_and_its_death_under_load_ends_streams_with_an_error_and_the_server_with_3(folder):
     address = free_address()
     flags = ["--port", "0", "--api-key", "12345678"]
-    with processes(serve(folder, 0, address), serve(folder, 1, address, *flags)) as members:
+    with processes(
+        serve(folder, 0, address, "--admin-api-key", "of-admins-1"), serve(folder, 1, address, *flags)
+    ) as members:
         log = members[1].wait_log("probes: ")
         assert "process 1 serves no requests; ignored: --api-key" in log
         follower = re.search(r"probes: (http://\S+)", log)[1]
@@ -149,6 +158,11 @@ def test_a_follower_answers_probes_and_its_death_under_load_ends_streams_with_an
         members[1].wait_log("following")
         assert probe(follower)[1]["state"] == "following" and probe(follower, "/ready")[0] == 200
         assert probe(follower, "/v1/models")[0] == 404 and probe(follower, "/metrics")[0] == 404
+        for info in (server_info(url), server_info(url, "of-admins-1")):
+            assert info["nnodes"] == 2 and [entry["rank"] for entry in info["followers"]] == [1]
+            assert info["followers"][0]["order_lag"] >= 0
+        assert "address" not in server_info(url)["followers"][0], "for administrators alone"
+        assert info["followers"][0]["address"].startswith("127.0.0.1:")
         stream = Stream(url)
         assert stream.first.wait(60)
         assert probe(follower)[1]["order"] > 0 and metric(url, 'order_lag{rank="1"}') >= 0

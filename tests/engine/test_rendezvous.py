@@ -225,7 +225,9 @@ def test_processes_that_have_come_raise_what_process_0_raises_after_dist_timeout
     with leader(nnodes=5, timeout=1.5) as (address, members), ThreadPoolExecutor(2) as pool:
         joining = [pool.submit(join, dist(address, rank, 5, 1.5), FIELDS, clock=clocks[rank]) for rank in clocks]
         error = members.exception(20)
-        assert re.search(r"processes 3, 4 of 5 did not come to .* within dist_timeout=1.5 s \(came: 0, 1, 2\)", str(error))
+        assert re.search(
+            r"processes 3, 4 of 5 did not come to .* within dist_timeout=1.5 s \(came: 0, 1, 2\)", str(error)
+        )
         for future in joining:
             assert type(future.exception(20)) is MachineError and str(future.exception()) == str(error)
 

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -132,12 +132,16 @@ def _follow(
     print(f"{who} has followed to the end", file=sys.stderr, flush=True)
 
 
-def abandon_group(group: "AnyGroup") -> None:
-    """End a group that still starts, without an error; of process 0."""
-    from routed_experts.engine.process_group import LeadingGroup
+def abandon_group(waiting: "Sequence[Rendezvous]", joined: "Sequence[AnyGroup]") -> None:
+    """End a group that still starts, without an error; of process 0. `waiting`: its rendezvous, `joined`: itself, as
+    far as it is."""
+    for rendezvous in waiting:
+        rendezvous.abandon()
+    for group in joined:
+        from routed_experts.engine.process_group import LeadingGroup
 
-    if isinstance(group, LeadingGroup):
-        group.abandon()
+        if isinstance(group, LeadingGroup):
+            group.abandon()
 
 
 def drain_with(group: "AnyGroup", drain: Callable[[], None]) -> None:

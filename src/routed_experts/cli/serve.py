@@ -199,10 +199,7 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     )
     code = process.run()
     if server.health().state == "starting":  # the loading thread may be in the compiler, which cannot be interrupted
-        for rendezvous in waiting:
-            rendezvous.abandon()
-        for group in joined:
-            abandon_group(group)
+        abandon_group(waiting, joined)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

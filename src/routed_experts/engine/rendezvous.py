@@ -110,8 +110,8 @@ class Rendezvous:
             self._ended.set()
 
     def abandon(self) -> None:
-        """End the wait for all without an error: processes that have come exit 0. Returns once they have the reason. From
-        any thread."""
+        """End the wait for all without an error: processes that have come exit 0. Returns once they have the reason.
+        From any thread."""
         with contextlib.suppress(OSError):  # closed meanwhile
             self._wake.send(b"x")
         self._ended.wait(_ABANDON_S)
@@ -330,7 +330,9 @@ def _answer(connection: Connection, clock: Callable[[], float], dist: DistConfig
                     raise ConnectionError("it closed the connection without an answer")
                 if orders:
                     return orders[0]
-    text = f"the program at {dist.dist_init_addr} gave no answer for {timeout_s:g} s: it is no process 0 of this protocol"
+    text = (
+        f"the program at {dist.dist_init_addr} gave no answer for {timeout_s:g} s: it is no process 0 of this protocol"
+    )
     raise MachineError(f"{text}, or it hangs; check dist_init_addr, and restart process 0")
 
 
