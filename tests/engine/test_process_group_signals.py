@@ -107,6 +107,18 @@ def test_sigterm_while_the_group_loads_ends_every_process_with_0(folder, rank):
         assert [member.exit_code(30) for member in members] == [0, 0], [member.log()[-1500:] for member in members]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.thorough)])
+def test_a_signal_to_process_0_before_all_have_come_ends_those_that_have_with_0(folder, number):
+    address = free_address()
+    flags = ["--nnodes", "4", "--tp-size", "4"]
+    with processes(serve(folder, 0, address, *flags), serve(folder, 1, address, *flags)) as members:
+        members[0].wait_log("process 1 of 4 has come from 127.0.0.1:")
+        members[0].signal(number)
+        assert [member.exit_code(30) for member in members] == [0, 0], [member.log()[-1500:] for member in members]
+        assert "process 0 was asked to end before all processes had come" in members[1].log()
+        assert "Traceback" not in members[0].log() + members[1].log()
+
+
 def probe(url, path="/health"):
     """Status and body of a probe."""
     try:
@@ -115,6 +127,13 @@ def probe(url, path="/health"):
     except urllib.error.HTTPError as error:
         with error:
             return error.code, json.load(error) if error.headers["content-type"] == "application/json" else None
+
+
+def server_info(url, key=None):
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    request = urllib.request.Request(f"{url}/get_server_info", headers=headers)
+    with urllib.request.urlopen(request, timeout=10) as response:
+        return json.load(response)
 
 
 def metric(url, name):
@@ -127,7 +146,9 @@ def metric(url, name):
 def test_a_follower_answers_probes_and_its_death_under_load_ends_streams_with_an_error_and_the_server_with_3(folder):
     address = free_address()
     flags = ["--port", "0", "--api-key", "12345678"]
-    with processes(serve(folder, 0, address), serve(folder, 1, address, *flags)) as members:
+    with processes(
+        serve(folder, 0, address, "--admin-api-key", "of-admins-1"), serve(folder, 1, address, *flags)
+    ) as members:
         log = members[1].wait_log("probes: ")
         assert "process 1 serves no requests; ignored: --api-key" in log
         follower = re.search(r"probes: (http://\S+)", log)[1]
@@ -137,6 +158,11 @@ def test_a_follower_answers_probes_and_its_death_under_load_ends_streams_with_an
         members[1].wait_log("following")
         assert probe(follower)[1]["state"] == "following" and probe(follower, "/ready")[0] == 200
         assert probe(follower, "/v1/models")[0] == 404 and probe(follower, "/metrics")[0] == 404
+        for info in (server_info(url), server_info(url, "of-admins-1")):
+            assert info["nnodes"] == 2 and [entry["rank"] for entry in info["followers"]] == [1]
+            assert info["followers"][0]["order_lag"] >= 0
+        assert "address" not in server_info(url)["followers"][0], "for administrators alone"
+        assert info["followers"][0]["address"].startswith("127.0.0.1:")
         stream = Stream(url)
         assert stream.first.wait(60)
         assert probe(follower)[1]["order"] > 0 and metric(url, 'order_lag{rank="1"}') >= 0

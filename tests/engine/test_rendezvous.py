@@ -6,6 +6,7 @@ import contextlib
 import re
 import socket
 import threading
+import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +14,8 @@ import pytest
 
 from routed_experts.core.dist_config import DistConfig
 from routed_experts.core.errors import ConfigError, MachineError
-from routed_experts.engine.rendezvous import MAX_PENDING, Rendezvous, compare_fields, join
+from routed_experts.engine.process_group import start_group
+from routed_experts.engine.rendezvous import MAX_PENDING, GroupAbandonedError, Rendezvous, compare_fields, join
 from routed_experts.execution.orders import Order, OrderKind, OrderReader, encode
 from support.process_groups import free_address
 
@@ -205,6 +207,74 @@ def test_the_absent_are_named_after_dist_timeout():
     ):
         rendezvous.wait_for_all()
     rendezvous.close()
+
+
+def is_taken(address, rank, nnodes):
+    return "taken" in (refusal(address, hello(rank=rank, nnodes=nnodes, fields={})) or "")
+
+
+def await_arrival(address, rank, nnodes):
+    while not is_taken(address, rank, nnodes):
+        continue
+
+
+def test_processes_that_have_come_raise_what_process_0_raises_after_dist_timeout():
+    """Also one whose own time began before: it waits for the answer of process 0."""
+    earlier = [time.monotonic() - 0.9]
+    clocks = {1: time.monotonic, 2: lambda: earlier.pop() if earlier else time.monotonic()}
+    with leader(nnodes=5, timeout=1.5) as (address, members), ThreadPoolExecutor(2) as pool:
+        joining = [pool.submit(join, dist(address, rank, 5, 1.5), FIELDS, clock=clocks[rank]) for rank in clocks]
+        error = members.exception(20)
+        assert re.search(
+            r"processes 3, 4 of 5 did not come to .* within dist_timeout=1.5 s \(came: 0, 1, 2\)", str(error)
+        )
+        for future in joining:
+            assert type(future.exception(20)) is MachineError and str(future.exception()) == str(error)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([1], r"processes 2 of 3 did not come to .* \(came: 0; 1 came, and left after \d s\)"),
+        ([1, 2], r"processes 1, 2 of 3 did not stay at .* \(came: 0; 1 came, and left after \d s; 2 came, and left"),
+    ],
+)
+def test_processes_that_came_and_left_are_named_after_dist_timeout(ranks, expected):
+    with leader(nnodes=3, timeout=1.0) as (address, members):
+        for rank in ranks:
+            with connect(address) as gone:
+                gone.sendall(b"".join(encode(hello(rank=rank, nnodes=3))))
+                await_arrival(address, rank, 3)
+            while is_taken(address, rank, 3):
+                continue
+        assert re.search(expected, str(members.exception(20)))
+
+
+def test_processes_that_have_come_exit_0_where_process_0_is_asked_to_end():
+    address, codes = free_address(), []
+    rendezvous = Rendezvous(dist(address, nnodes=4), FIELDS)
+    with ThreadPoolExecutor(3) as pool:
+        leading = pool.submit(rendezvous.wait_for_all)
+        joining = pool.submit(join, dist(address, 1, 4), FIELDS)
+        settings = {"num_devices": None, "exit_process": codes.append}
+        starting = pool.submit(start_group, dist(address, 2, 4), FIELDS, **settings)
+        for rank in (1, 2):
+            await_arrival(address, rank, 4)
+        rendezvous.abandon()
+        assert leading.done()
+        for future in (leading, joining, starting):
+            assert isinstance(future.exception(20), GroupAbandonedError)
+        assert codes == [0]
+    rendezvous.close()
+    rendezvous.abandon()  # of one that is closed: nothing
+
+
+def test_a_program_that_gives_no_answer_is_named(monkeypatch):
+    monkeypatch.setattr("routed_experts.engine.rendezvous._ANSWER_MARGIN_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        silent = dist(f"127.0.0.1:{server.getsockname()[1]}", 1, timeout=1.0)
+        with pytest.raises(MachineError, match=r"gave no answer for 1\.1 s: .* or it hangs"):
+            join(silent, FIELDS)
 
 
 def test_a_leader_that_is_absent_or_another_program_is_named():

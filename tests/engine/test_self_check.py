@@ -3,7 +3,8 @@
 import pytest
 
 from routed_experts import Engine
-from routed_experts.core.errors import CaptureUnsupportedError
+from routed_experts.core.errors import CaptureUnsupportedError, InvalidRequestError
+from routed_experts.core.speculative_config import SpeculativeConfig
 from routed_experts.engine.build import self_check
 from support.engines import SMALL, assert_idle, on_engine_thread
 from support.tiny_checkpoint import write_tiny_checkpoint
@@ -68,3 +69,13 @@ def test_a_context_without_room_for_a_sequence_is_not_checked(engine):
 def test_without_capture_there_is_nothing_to_check(tmp_path, engine_factory):
     with engine_factory() as plain:
         assert "self-check" not in [phase.name for phase in plain.phases]
+
+
+@pytest.mark.parametrize("options", [{"deterministic": True}, {"speculative": SpeculativeConfig(algorithm="NGRAM")}])
+def test_a_queue_that_is_shorter_than_a_batch_is_one_of_users_alone(tmp_path, options):
+    """Start-up checks and timings feed whole batches."""
+    folder = write_tiny_checkpoint(tmp_path)
+    with Engine(str(folder), **SMALL, max_queued_requests=2, self_check=True, **options) as engine:
+        assert len(engine.generate(input_ids=[[5, 6, 7], [7, 6, 5]], max_new_tokens=2)) == 2
+        with pytest.raises(InvalidRequestError, match="max_queued_requests"):
+            engine.generate(input_ids=[[5, 6, 7]] * 3, max_new_tokens=2)

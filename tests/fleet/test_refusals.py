@@ -76,6 +76,21 @@ def spec(**fields):
     )
 
 
+@pytest.mark.parametrize(
+    ("fields", "num_generating"),
+    [
+        ({}, 1024 + 32),
+        ({"max_running_requests": 600, "max_queued_requests": 5}, 605),
+        ({"precompile_bs_paddings": (8, 600)}, 1024 + 600),
+        ({"precompile_bs_paddings": (8,), "tp_size": 4, "dp_size": 4}, 1024 + 4 * 8),
+    ],
+)
+def test_routes_have_room_beside_all_requests_that_an_engine_runs_and_queues(fields, num_generating):
+    """Else the route that continues a paused replica would wait behind the requests that wait for it."""
+    replica = spec(args=ServerArgs(model_path="demo", **fields))
+    assert replica.max_ongoing_requests == num_generating + 64
+
+
 def test_random_weights_are_those_of_every_process():
     assert spec().parts["load_format"] == "auto" and spec(load_format="dummy").parts["load_format"] == "dummy"
 

@@ -124,7 +124,8 @@ _DIST: Mapping[str, str] = MappingProxyType(
 _FLEET: Mapping[str, str] = MappingProxyType(
     {
         "num_replicas": "engines behind the endpoint, with Ray Serve",
-        "routing_policy": f"{' or '.join(ROUTING_POLICIES)} (by the header x-session-id)",
+        "routing_policy": f"{' or '.join(ROUTING_POLICIES)} (by the hash of the header x-session-id, not by load: "
+        "a full replica answers its sessions with 429 while another has room)",
         "ray_address": "auto or host:port of a Ray cluster",
         "replica_startup_timeout": "seconds until all replicas are ready",
         "weight_update_timeout": "seconds in which all replicas load new weights",

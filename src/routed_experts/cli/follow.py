@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from routed_experts.core.server_args import ServerArgs
 if TYPE_CHECKING:
     from routed_experts.engine.build.startup_phases import Phase
     from routed_experts.engine.process_group import AnyGroup
+    from routed_experts.engine.rendezvous import Rendezvous
     from routed_experts.server.probes import FollowerHealth, ProbeServer
 
 _SERVER_FLAGS = (
@@ -38,10 +39,15 @@ _OWN_FLAGS = re.compile(r"--xla_(dump|force_host_platform_device_count)")  # may
 
 
 def join_processes(
-    args: ServerArgs, dist: DistConfig, groups: dict[str, Any], on_joined: "Callable[[AnyGroup], object]"
+    args: ServerArgs,
+    dist: DistConfig,
+    groups: dict[str, Any],
+    on_joined: "Callable[[AnyGroup], None]",
+    on_rendezvous: "Callable[[Rendezvous], None] | None" = None,
 ) -> "AnyGroup":
     """Join the process group; call it after `start_jax`. `groups`: as for `_load` of serve; `on_joined` receives the
-    group as soon as all processes have met. Raises ConfigError, CheckpointError, MachineError or PeerLostError."""
+    group as soon as all processes have met, `on_rendezvous` that of process 0 before. Raises ConfigError,
+    CheckpointError, MachineError or PeerLostError."""
     from routed_experts.engine.build.group_start import join_group
     from routed_experts.models.loading.model_source import with_local_model
 
@@ -51,7 +57,8 @@ def join_processes(
         dist,
         **groups,
         settings={"XLA_FLAGS": " ".join(flags)[:100]},
-        on_joined=lambda group: (on_joined(group), None)[1],
+        on_rendezvous=on_rendezvous,
+        on_joined=on_joined,
     )
 
 
@@ -125,12 +132,16 @@ def _follow(
     print(f"{who} has followed to the end", file=sys.stderr, flush=True)
 
 
-def abandon_group(group: "AnyGroup") -> None:
-    """End a group that still starts, without an error; of process 0."""
-    from routed_experts.engine.process_group import LeadingGroup
+def abandon_group(waiting: "Sequence[Rendezvous]", joined: "Sequence[AnyGroup]") -> None:
+    """End a group that still starts, without an error; of process 0. `waiting`: its rendezvous, `joined`: itself, as
+    far as it is."""
+    for rendezvous in waiting:
+        rendezvous.abandon()
+    for group in joined:
+        from routed_experts.engine.process_group import LeadingGroup
 
-    if isinstance(group, LeadingGroup):
-        group.abandon()
+        if isinstance(group, LeadingGroup):
+            group.abandon()
 
 
 def drain_with(group: "AnyGroup", drain: Callable[[], None]) -> None:

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from routed_experts.engine.async_engine import AsyncEngine
     from routed_experts.engine.build.startup_phases import Phase
     from routed_experts.engine.process_group import AnyGroup
+    from routed_experts.engine.rendezvous import Rendezvous
     from routed_experts.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -184,6 +185,7 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     server: ServerState = state_module.ServerState(
         settings, model_path=args.model_path, tokenizer_path=args.tokenizer_path, version=version()
     )
+    waiting: list[Rendezvous] = []  # of the group, while its processes come
     joined: list[AnyGroup] = []  # the group, once all its processes have met
 
     def print_ready() -> None:
@@ -192,13 +194,12 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     process = run_module.ServerProcess(
         server,
         listener,
-        load=lambda: _load(args, groups, dist, joined, process.drain, server, start_time),
+        load=lambda: _load(args, groups, dist, waiting, joined, process.drain, server, start_time),
         on_ready=print_ready,
     )
     code = process.run()
     if server.health().state == "starting":  # the loading thread may be in the compiler, which cannot be interrupted
-        for group in joined:
-            abandon_group(group)
+        abandon_group(waiting, joined)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -217,14 +218,15 @@ def _load(
     args: ServerArgs,
     groups: dict[str, Any],
     dist: DistConfig,
+    waiting: "list[Rendezvous]",
     joined: "list[AnyGroup]",
     drain: "Callable[[], None]",
     server: "ServerState",
     start_time: float,
 ) -> "AsyncEngine":
     """Start JAX and build the engine; print one line for each phase on standard error. `groups`: the load format, the
-    offload and the placement of experts, and speculative decoding; `joined` receives the process group of `dist`, if it
-    is one; `drain` is called when a follower was asked to end."""
+    offload and the placement of experts, and speculative decoding; `waiting` receives the rendezvous of process 0,
+    `joined` the process group of `dist`, if it is one; `drain` is called when a follower was asked to end."""
     start_jax(default_platform=None, find_devices=not dist.is_group)
     if not dist.is_group:
         announce_compilation(args, offloads=groups["experts"].num_resident is not None)
@@ -237,7 +239,7 @@ def _load(
             joined.append(group)
             drain_with(group, drain)
 
-        group = join_processes(args, dist, groups, on_joined)
+        group = join_processes(args, dist, groups, on_joined, waiting.append)
         _log_phase(server, "rendezvous", time.perf_counter() - since, f"{dist.nnodes} processes")
     from routed_experts.engine.async_engine import AsyncEngine
     from routed_experts.engine.engine import Engine

@@ -2,7 +2,8 @@
 
 Process 0 listens at dist_init_addr. A follower connects and says hello: its rank, and by field everything that must be
 equal. Process 0 refuses it with a sentence, or welcomes all once all have come. Afterwards it refuses every newcomer,
-so that a stranger, a second rank or a late one never reaches the running group."""
+so that a stranger, a second rank or a late one never reaches the running group. Where not all come, process 0 sends
+those that have the reason: all end with the same sentence, and without an error where process 0 was asked to end."""
 
 import contextlib
 import errno
@@ -26,14 +27,22 @@ logger = logging.getLogger(__name__)
 MAX_HELLO_BYTES = 1 << 16
 MAX_PENDING = 64  # connections beside one a follower that have not said hello; the oldest makes room
 HELLO_TIMEOUT_S = 10.0
+_ANSWER_MARGIN_S = 5.0  # of a follower, beyond the time at which process 0 has answered
+_ABANDON_S = 2.0  # at most, for followers to get the reason where process 0 was asked to end
 _RETRY_S = 0.2
 _SHOWN = 4  # fields of a refusal
+_MAX_REASON = 1000  # characters
+_ABANDONED = "process 0 was asked to end before all processes had come"
+
+
+class GroupAbandonedError(MachineError):
+    """Process 0 was asked to end before all processes had come: those that have come exit 0."""
 
 
 @dataclass(slots=True)
 class _Pending:
     connection: Connection
-    until: float
+    since: float
     rank: int | None = None  # once it is a member
 
 
@@ -82,18 +91,38 @@ class Rendezvous:
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._pending: dict[socket.socket, _Pending] = {}
         self._members: dict[int, Connection] = {}
+        self._stayed_s: dict[int, float] = {}  # by rank, of those that have left and not come again
         self._refusals: list[str] = []
         self._complete = False
+        self._ended = threading.Event()  # the wait for all
         self._thread: threading.Thread | None = None
 
     def wait_for_all(self) -> dict[int, Connection]:
         """Welcome all processes once all have come; returns their connections by rank. Raises MachineError after
-        dist_timeout, with who came and who was refused."""
+        dist_timeout, with who came and who was refused, and GroupAbandonedError after `abandon`. Those that have come
+        get the reason."""
+        try:
+            return self._welcome_all()
+        except BaseException as error:
+            self._dismiss(error)
+            raise
+        finally:
+            self._ended.set()
+
+    def abandon(self) -> None:
+        """End the wait for all without an error: processes that have come exit 0. Returns once they have the reason.
+        From any thread."""
+        with contextlib.suppress(OSError):  # closed meanwhile
+            self._wake.send(b"x")
+        self._ended.wait(_ABANDON_S)
+
+    def _welcome_all(self) -> dict[int, Connection]:
         deadline = self._clock() + self._dist.dist_timeout
         while len(self._members) < self._dist.nnodes - 1:
             if self._clock() >= deadline:
                 raise MachineError(self._timeout_text())
-            self._poll(min(deadline, self._clock() + 1.0))
+            if not self._poll(min(deadline, self._clock() + 1.0)):
+                raise GroupAbandonedError(_ABANDONED)
         self._complete = True
         members = dict(sorted(self._members.items()))
         welcome = b"".join(encode(Order(kind=OrderKind.WELCOME, head={"nnodes": self._dist.nnodes})))
@@ -107,6 +136,19 @@ class Rendezvous:
         self._thread = threading.Thread(target=self._refuse_all, name="rendezvous", daemon=True)
         self._thread.start()
         return members
+
+    def _dismiss(self, error: BaseException) -> None:
+        """Send the members the reason why there is no group: an error, or that this process was asked to end."""
+        if self._complete:  # their channels notice it
+            return
+        if isinstance(error, Exception) and not isinstance(error, GroupAbandonedError):
+            order = Order(kind=OrderKind.REFUSE, head={"reason": str(error)[:_MAX_REASON], "is_machine": True})
+        else:
+            order = Order(kind=OrderKind.STOP, head={"abandoned": True})
+        data = b"".join(encode(order))
+        for connection in self._members.values():
+            with contextlib.suppress(OSError):
+                connection.try_send(data)
 
     def close(self) -> None:
         """Stop listening. Idempotent."""
@@ -136,7 +178,8 @@ class Rendezvous:
             elif (pending := self._pending.get(cast("socket.socket", key.fileobj))) is not None:  # not dropped above
                 self._hear(pending)
         now = self._clock()
-        for pending in [entry for entry in self._pending.values() if entry.rank is None and entry.until <= now]:
+        strangers = [entry for entry in self._pending.values() if entry.rank is None]
+        for pending in [entry for entry in strangers if entry.since + HELLO_TIMEOUT_S <= now]:
             self._drop(pending)
         return True
 
@@ -146,7 +189,7 @@ class Rendezvous:
             if len(strangers := [entry for entry in self._pending.values() if entry.rank is None]) >= self._max_pending:
                 self._drop(strangers[0])
             connection = Connection(sock, OrderReader(max_head=MAX_HELLO_BYTES, max_body=0))
-            self._pending[sock] = _Pending(connection, self._clock() + HELLO_TIMEOUT_S)
+            self._pending[sock] = _Pending(connection, self._clock())
             self._selector.register(sock, selectors.EVENT_READ)
 
     def _hear(self, pending: _Pending) -> None:
@@ -189,6 +232,8 @@ class Rendezvous:
         if (difference := compare_fields(self._fields, cast("dict[str, object]", fields), rank)) is not None:
             return difference
         pending.rank, self._members[rank] = rank, pending.connection
+        self._stayed_s.pop(rank, None)
+        logger.info("process %d of %d has come from %s", rank, self._dist.nnodes, pending.connection.address)
         return None
 
     def _drop(self, pending: _Pending) -> None:
@@ -196,6 +241,7 @@ class Rendezvous:
         if pending.rank is not None:
             logger.warning("process %d at %s left before all had come", pending.rank, pending.connection.address)
             del self._members[pending.rank]
+            self._stayed_s[pending.rank] = self._clock() - pending.since
         self._forget(pending.connection.socket)
         pending.connection.close()
 
@@ -204,10 +250,13 @@ class Rendezvous:
         del self._pending[sock]
 
     def _timeout_text(self) -> str:
-        absent = [rank for rank in range(1, self._dist.nnodes) if rank not in self._members]
-        present = ", ".join(map(str, [0, *sorted(self._members)]))
-        text = f"processes {', '.join(map(str, absent))} of {self._dist.nnodes} did not come to "
-        text += f"{self._dist.dist_init_addr} within dist_timeout={self._dist.dist_timeout:g} s (came: {present})"
+        here, left = sorted(self._members), sorted(self._stayed_s)
+        absent = [rank for rank in range(1, self._dist.nnodes) if rank not in {*here, *left}]
+        did_not = "did not come to" if absent else "did not stay at"
+        text = f"processes {', '.join(map(str, absent or left))} of {self._dist.nnodes} {did_not} "
+        came = ", ".join(map(str, [0, *here]))
+        came += "".join(f"; {rank} came, and left after {self._stayed_s[rank]:.0f} s" for rank in left)
+        text += f"{self._dist.dist_init_addr} within dist_timeout={self._dist.dist_timeout:g} s (came: {came})"
         refused = f"; refused: {self._refusals[-1]}" if self._refusals else ""
         return f"{text}{refused}; start them, or raise dist_timeout"
 
@@ -221,18 +270,21 @@ def join(
 ) -> Connection:
     """Join the group as a follower; returns the connection to process 0 once all have come. `failure`: why this process
     cannot start, which process 0 then reports. Raises ConfigError where process 0 refuses, MachineError where it is not
-    reached within dist_timeout or another program listens there."""
-    deadline = clock() + dist.dist_timeout
-    connection = _connect(dist, deadline, clock)
+    reached within dist_timeout, not all come to it, or another program listens there, and GroupAbandonedError where it
+    was asked to end."""
+    connection = _connect(dist, clock() + dist.dist_timeout, clock)
     head: dict[str, Any] = {"rank": dist.node_rank, "nnodes": dist.nnodes, "fields": dict(fields)}
     head |= {} if failure is None else {"failure": failure}
     try:
         connection.send(b"".join(encode(Order(kind=OrderKind.HELLO, head=head))))
-        answer = _answer(connection, deadline, clock, dist)
+        answer = _answer(connection, clock, dist)
         if answer.kind is OrderKind.REFUSE:
-            raise ConfigError(
-                f"process 0 at {dist.dist_init_addr} refuses: {_printable(answer.head.get('reason'), 1000)}"
-            )
+            reason = _printable(answer.head.get("reason"), _MAX_REASON)
+            if answer.head.get("is_machine") is True:
+                raise MachineError(reason)
+            raise ConfigError(f"process 0 at {dist.dist_init_addr} refuses: {reason}")
+        if answer.kind is OrderKind.STOP and answer.head.get("abandoned") is True:
+            raise GroupAbandonedError(_ABANDONED)
         if answer.kind is not OrderKind.WELCOME:
             raise OrderFormatError(f"order {answer.kind.name} in place of a welcome")
     except (OSError, OrderFormatError) as error:
@@ -265,8 +317,10 @@ def _connect(dist: DistConfig, deadline: float, clock: Callable[[], float]) -> C
         pause.wait(_RETRY_S)
 
 
-def _answer(connection: Connection, deadline: float, clock: Callable[[], float], dist: DistConfig) -> Order:
-    """Wait for the answer to a hello."""
+def _answer(connection: Connection, clock: Callable[[], float], dist: DistConfig) -> Order:
+    """Wait for the answer to a hello: process 0, which has begun to wait before, gives one within dist_timeout."""
+    timeout_s = dist.dist_timeout + _ANSWER_MARGIN_S
+    deadline = clock() + timeout_s
     with selectors.DefaultSelector() as selector:
         selector.register(connection.socket, selectors.EVENT_READ)
         while (left := deadline - clock()) > 0:
@@ -276,8 +330,10 @@ def _answer(connection: Connection, deadline: float, clock: Callable[[], float],
                     raise ConnectionError("it closed the connection without an answer")
                 if orders:
                     return orders[0]
-    text = f"process 0 at {dist.dist_init_addr} did not welcome this process within {dist.dist_timeout:g} s"
-    raise MachineError(f"{text}: other processes may be missing; start them, or raise dist_timeout")
+    text = (
+        f"the program at {dist.dist_init_addr} gave no answer for {timeout_s:g} s: it is no process 0 of this protocol"
+    )
+    raise MachineError(f"{text}, or it hangs; check dist_init_addr, and restart process 0")
 
 
 def _bind(host: str, port: int, *, of: str) -> socket.socket:

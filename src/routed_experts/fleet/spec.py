@@ -15,8 +15,7 @@ from routed_experts.fleet.settings import FleetSettings
 from routed_experts.server.limits import ServerSettings
 
 _PLACEHOLDER = "127.0.0.1:1"  # replicas choose their own address
-_ROOM_FOR_ROUTES = 64  # requests beside those that generate
-_RUNNING = 256  # where --max-running-requests leaves it to the memory plan
+_ROOM_FOR_ROUTES = 64  # requests beside those that generate or wait: a paused replica is still to be continued
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +47,8 @@ class ReplicaSpec:
     @property
     def max_ongoing_requests(self) -> int:
         """Requests that Ray Serve hands to a replica at once; beyond, the server's own limits answer."""
-        running = self.args.max_running_requests or _RUNNING
-        return self.args.max_queued_requests + running + _ROOM_FOR_ROUTES
+        num_running = self.args.running_limit * self.args.dp_size  # the limit is one of each data rank
+        return self.args.max_queued_requests + num_running + _ROOM_FOR_ROUTES
 
     @property
     def parts(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import httpx
 import pytest
@@ -28,6 +29,7 @@ from support.fleet_process import (
 )
 
 MADE_ID = re.compile(r"(r\d+)-[0-9a-f]{32}")
+QUEUED = 12  # requests that may wait on a replica
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
@@ -58,6 +60,7 @@ def fleet(cluster, folders):
     flags = ["--num-replicas", "2", "--ray-address", address, "--routing-policy", "session", "--nnodes", "2"]
     flags += ["--tp-size", "2", "--enable-return-routed-experts", "--weights-root", str(folders)]
     flags += ["--api-key", KEY, "--admin-api-key", ADMIN, "--shutdown-timeout", "3", "--stream-interval", "0"]
+    flags += ["--max-queued-requests", str(QUEUED)]
     process = FleetProcess(folders / "w0", *flags)
     process.root_pid = pid
     try:
@@ -149,6 +152,33 @@ def test_followers_run_and_the_session_stays_on_one_replica(fleet, admin):
         assert len(tags) == 1, "a session changes its replica"
         replicas |= tags
     assert len(replicas) == 2
+
+
+def test_a_full_replica_refuses_its_sessions_while_another_has_room(fleet, admin):
+    """And the routes that continue it are answered beside the requests that wait."""
+
+    def post(session):
+        body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}}
+        with fleet.client() as own:
+            return own.post("/generate", json=body, headers={"x-session-id": session})
+
+    def tag(response):
+        return MADE_ID.fullmatch(response.json()["meta_info"]["id"])[1]
+
+    of_session = {session: tag(post(session)) for session in (f"s{number}" for number in range(8))}
+    other = next(session for session, replica in of_session.items() if replica != of_session["s0"])
+    assert admin.post("/pause_generation", json={"mode": "retract"}).status_code == 200
+    with ThreadPoolExecutor(QUEUED + 2) as pool:
+        try:
+            waiting = [pool.submit(post, "s0") for _ in range(QUEUED + 1)]
+            refused = next(as_completed(waiting, timeout=60))
+            assert refused.result().status_code == 429 and refused.result().headers["retry-after"]
+            with_room = pool.submit(post, other)
+        finally:
+            assert admin.post("/continue_generation", json={}).status_code == 200
+        waiting.remove(refused)
+        assert {tag(future.result(60)) for future in waiting} == {of_session["s0"]}
+        assert tag(with_room.result(60)) == of_session[other]
 
 
 def test_a_fleet_beside_a_fleet_is_refused(fleet, cluster, folders):

@@ -1,5 +1,6 @@
 """Put an engine together: from ServerArgs and a model to a core that is ready to step, or to a follower's runner."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -32,6 +33,8 @@ from routed_experts.execution.replicated_expert_runner import ReplicatedExpertRu
 from routed_experts.models.base.interface import Decoder
 from routed_experts.scheduling.data_ranks import DataRanks
 from routed_experts.scheduling.scheduler import Scheduler
+
+_ANY_NUMBER = 1 << 30  # requests that may wait where none are of a user
 
 
 def build_engine(
@@ -70,14 +73,16 @@ def build_engine(
     if isinstance(group, LeadingGroup):
         runner.orders = group
     watch, rebalancer = load_balancers = _create_load_balancers(runner, placement)
-    new_core = functools.partial(_new_core, args, buckets, runner, built.capture, built.offload, load_balancers)
+    parts = buckets, runner, built.capture, built.offload, load_balancers
+    unlimited = dataclasses.replace(args, max_queued_requests=_ANY_NUMBER)  # a check fills batches in one call
+    new_core = functools.partial(_new_core, unlimited, *parts)
     speculation = None
     if speculative is not None:
         sizes_of_pool = {"request": built.context_length, "total": (plan.pool.num_pages - 1) * args.page_size}
         speculation = create_speculation(speculative, new_core, buckets, config.vocab_size, **sizes_of_pool)
         by = speculative.algorithm if built.draft is None else f"{speculative.algorithm}, {built.draft.description}"
         clock.done("calibrate", f"{by}, up to {speculative.num_drafts} drafts a request")
-    core = new_core(speculation)
+    core = _new_core(args, *parts, speculation)
     sizes_of_check = {"vocab_size": config.vocab_size, "context_length": built.context_length}
     if args.deterministic:
         kernels, attention = runner.spec.kernels, runner.spec.attention

@@ -22,6 +22,7 @@ from routed_experts.core.placement_config import PlacementConfig
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.core.speculative_config import SpeculativeConfig
 from routed_experts.engine.process_group import AnyGroup, start_group
+from routed_experts.engine.rendezvous import Rendezvous
 from routed_experts.models.base.config_reader import read_json_object
 from routed_experts.models.base.interface import Decoder
 from routed_experts.models.loading.checkpoint import Checkpoint
@@ -48,11 +49,12 @@ def join_group(
     speculative: SpeculativeConfig | None = None,
     load_format: str = "auto",
     settings: Mapping[str, str] | None = None,
+    on_rendezvous: Callable[[Rendezvous], None] | None = None,
     on_joined: Callable[[AnyGroup], None] | None = None,
 ) -> AnyGroup:
     """Join the process group of an engine of `args`, whose `model_path` is a local folder. `settings`: more that must
-    be equal; `on_joined` receives the group once all processes have met, before JAX starts. Raises ConfigError,
-    CheckpointError, MachineError or PeerLostError."""
+    be equal; `on_rendezvous` receives that of process 0 before others come, `on_joined` the group once all processes
+    have met, before JAX starts. Raises ConfigError, CheckpointError, MachineError or PeerLostError."""
     check_supported(args, dist, model=model, experts=experts, speculative=speculative)
     fields, failure = group_fields(args, dist, placement, speculative, load_format) | dict(settings or {}), None
     try:
@@ -61,7 +63,14 @@ def join_group(
         if dist.is_leader:
             raise
         failure = str(error)
-    return start_group(dist, fields, num_devices=args.tp_size, failure=failure, on_joined=on_joined)
+    return start_group(
+        dist,
+        fields,
+        num_devices=args.tp_size,
+        failure=failure,
+        on_rendezvous=on_rendezvous,
+        on_joined=on_joined,
+    )
 
 
 def check_supported(

@@ -1,7 +1,7 @@
 """Routes that describe the server: models, configuration, version, metrics, health.
 
-Configuration leaves by an allow-list: no key, no address, no path but those of the model and
-its tokenizer."""
+Configuration leaves by an allow-list: no key, no path but those of the model and its tokenizer, and the addresses of
+followers to administrators alone."""
 
 import asyncio
 import datetime
@@ -43,7 +43,8 @@ _SERVER_INFO_FIELDS = (
     "disable_radix_cache attention_backend moe_backend enable_return_routed_experts "
     "enable_return_routed_experts_weights routed_experts_weights_dtype "
     "logprobs_mode deterministic skip_tokenizer_init context_length memory_plan "
-    "prefix_cache phases requests_accepted requests_finished weight_version update_count internal_states"
+    "prefix_cache phases requests_accepted requests_finished weight_version update_count internal_states "
+    "nnodes followers"
 ).split()
 
 
@@ -83,6 +84,11 @@ async def server_info(request: Request, server: ServerState) -> Response:
     if not is_admin(request):  # ids are of requests of others, too
         for state in cast("list[dict[str, object]]", allowed["internal_states"]):
             state["running_batch_rids"] = []
+        if "followers" in allowed:  # where they are concerns administrators
+            followers = cast("list[dict[str, object]]", allowed["followers"])
+            allowed["followers"] = [
+                {name: value for name, value in entry.items() if name != "address"} for entry in followers
+            ]
     head = {
         "model_path": server.model_path,
         "tokenizer_path": server.tokenizer_path,
