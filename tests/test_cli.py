@@ -353,3 +353,30 @@ runpy.run_module("routed_experts", run_name="__main__")
     env = {**os.environ, "PYTHONPATH": str(SRC)}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, env=env)
     assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_ctrl_c_in_a_callback_of_the_collector_ends_the_command(tmp_path):
+    """As while JAX starts, which has such a callback. The command waits for a pipe that nothing is written to."""
+    script = """
+import gc, signal, sys
+from routed_experts.__main__ import run
+
+def interrupt(phase, details):
+    gc.callbacks.remove(interrupt)
+    signal.raise_signal(signal.SIGINT)
+
+def collect(event, arguments):
+    if event == "open" and str(arguments[0]) == sys.argv[2]:
+        gc.freeze()  # a collection of nothing
+        gc.callbacks.append(interrupt)
+        gc.collect()
+
+gc.disable()
+sys.addaudithook(collect)
+sys.exit(run())
+"""
+    os.mkfifo(tmp_path / "a.json")
+    env = {**os.environ, "PYTHONPATH": str(SRC)}
+    command = [sys.executable, "-c", script, "convert", "a.json", "b.json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
