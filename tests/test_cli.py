@@ -189,6 +189,10 @@ def test_spellings_of_vllm_and_sglang_are_known():
         (("analyze", "stat", "a.jsonl"), "did you mean stats?\nsee routed-experts analyze --help"),
         (("serve", "--dtype=flaot32"), "did you mean float32?\nsee routed-experts serve --help"),
         (("serve", "demo", "--seeed=3"), "--seeed=3; did you mean --seed?\n"),
+        (("generate", "model", "--promt", "x"), "unrecognized arguments: --promt; did you mean --prompt?\n"),
+        (("generate", "--promt=x", "--", "--no-flag"), "unrecognized arguments: --promt=x; did you mean --prompt?\n"),
+        (("bench", "serve", "--base-ur", "x"), "unrecognized arguments: --base-ur; did you mean --base-url?\n"),
+        (("generate", "--enable-return-routed-experts"), "error: the following arguments are required: MODEL\n"),
         (("generate", "model", "--prompt", "a", "--page-sise", "8"), "--page-sise"),
         (("generate", "model", "--prompt", "a", "--page-size", "many"), "many"),
         (("generate", "model", "--prompt", "a", "--dtype", "float4"), "float4"),
@@ -216,6 +220,30 @@ def test_a_wrong_use_is_refused_before_anything_starts(argv, message, capsys):
     assert_refused(code, err)
     assert message in err
     assert out == ""
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("serve", "demo", "--port", "9" * 5000),
+        ("serve", "demo", "--port", "9" * 4000),
+        ("serve", "demo", "--port", "'\"" * 2500),
+        ("serve", "demo", "--dtype", "'" + "x" * 4999),
+        ("serve", "demo", "--routing-store-bytes", "x" * 5000),
+        ("serve", "demo", "--port", "1", "x" * 5000),
+        ("analyze", "x" * 5000),
+        ("bench", "serve", "--base-url", "http://h", "--rounds", "9" * 4000),
+        ("bench", "serve", "--base-url", "x" * 5000),
+        ("bench", "buckets", "demo", "--most", "-" + "9" * 4000),
+    ],
+)
+def test_long_values_are_shortened_in_errors(argv, capsys):
+    try:
+        code = main(argv)
+    except SystemExit as exit_:
+        code = exit_.code
+    err = capsys.readouterr().err
+    assert code == 2 and len(err) < 400 and ("000 characters)" in err or "an integer of 13288 bits" in err), err
 
 
 def test_version_and_help_need_no_jax():
