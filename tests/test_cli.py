@@ -399,6 +399,7 @@ def collect(event, arguments):
         gc.callbacks.append(interrupt)
         gc.collect()
 
+signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.disable()
 sys.addaudithook(collect)
 sys.exit(run())
@@ -408,3 +409,24 @@ sys.exit(run())
     command = [sys.executable, "-c", script, "convert", "a.json", "b.json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("module", ["jax", "routed_experts.engine.engine"])
+def test_a_signal_that_an_import_swallows_ends_the_command(tmp_path, name, module):
+    """As C++ does."""
+    script = f"""
+import contextlib, runpy, signal, sys
+class Interrupts:
+    def find_spec(self, name, path, target=None):
+        if name == "{module}":
+            with contextlib.suppress(BaseException):
+                signal.raise_signal(signal.{name})
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupts())
+runpy.run_module("routed_experts", run_name="__main__")
+"""
+    env = {**os.environ, "PYTHONPATH": str(SRC), "XLA_FLAGS": FAST_FLAGS}
+    command = [sys.executable, "-c", script, "generate", "demo", "--prompt", "x", "--max-new-tokens", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (130, "") and "ready" not in done.stderr

@@ -1,5 +1,6 @@
 """Ctrl-C in a callback of the garbage collector ends the program, as it does anywhere else."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import routed_experts
-from routed_experts.core.interrupts import resend_lost_interrupts
+from routed_experts.core.interrupts import hold_interrupts, resend_lost_interrupts
 
 SRC = Path(routed_experts.__file__).parents[1]
 LOSE = """
@@ -66,3 +67,21 @@ def test_other_exceptions_are_reported_as_before(monkeypatch):
     with resend_lost_interrupts():
         sys.unraisablehook(unraisable)
     assert reported == [unraisable] and sys.unraisablehook is before
+
+
+def test_a_held_interrupt_is_raised_at_the_end():
+    ran = []
+
+    def work():
+        with hold_interrupts():
+            signal.raise_signal(signal.SIGINT)
+            ran.append("after the signal")
+
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background of a shell ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            work()
+        assert ran and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)

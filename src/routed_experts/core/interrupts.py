@@ -1,5 +1,5 @@
 """Ctrl-C that arrives where Python cannot raise it: in a callback of the garbage collector, as JAX has one, or in a
-`__del__`. Python reports such an exception and continues.
+`__del__`. Python reports such an exception and continues. Or where C++ loses it, or crashes: while JAX is imported.
 
     main thread   collection ─ callback ─ KeyboardInterrupt ─ hook ─ next statements ─ KeyboardInterrupt
     timer                                                    └─ DELAY_S ─ SIGINT ┘"""
@@ -27,6 +27,25 @@ def resend_lost_interrupts() -> Generator[None]:
         is_pending = resender.end()
     if is_pending:
         raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def hold_interrupts() -> Generator[None]:
+    """Take SIGINT and SIGTERM at the end, while libraries in C++ are imported. Only the main thread can."""
+    held: list[int] = []
+    handlers: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in handlers:
+        signal.signal(number, lambda number, frame: held.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in dict.fromkeys(held):
+            signal.raise_signal(number)
 
 
 class _Resender:
