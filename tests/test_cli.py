@@ -411,8 +411,13 @@ sys.exit(run())
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-@pytest.mark.parametrize("module", ["jax", "routed_experts.engine.engine"])
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("SIGINT", "routed_experts.cli"),  # where SIGTERM ends the process
+        *((name, module) for name in ("SIGINT", "SIGTERM") for module in ("jax", "routed_experts.engine.engine")),
+    ],
+)
 def test_a_signal_that_an_import_swallows_ends_the_command(tmp_path, name, module):
     """As C++ does."""
     script = f"""
