@@ -189,6 +189,10 @@ def test_spellings_of_vllm_and_sglang_are_known():
         (("analyze", "stat", "a.jsonl"), "did you mean stats?\nsee routed-experts analyze --help"),
         (("serve", "--dtype=flaot32"), "did you mean float32?\nsee routed-experts serve --help"),
         (("serve", "demo", "--seeed=3"), "--seeed=3; did you mean --seed?\n"),
+        (("generate", "model", "--promt", "x"), "unrecognized arguments: --promt; did you mean --prompt?\n"),
+        (("generate", "--promt=x", "--", "--no-flag"), "unrecognized arguments: --promt=x; did you mean --prompt?\n"),
+        (("bench", "serve", "--base-ur", "x"), "unrecognized arguments: --base-ur; did you mean --base-url?\n"),
+        (("generate", "--enable-return-routed-experts"), "error: the following arguments are required: MODEL\n"),
         (("generate", "model", "--prompt", "a", "--page-sise", "8"), "--page-sise"),
         (("generate", "model", "--prompt", "a", "--page-size", "many"), "many"),
         (("generate", "model", "--prompt", "a", "--dtype", "float4"), "float4"),
@@ -216,6 +220,30 @@ def test_a_wrong_use_is_refused_before_anything_starts(argv, message, capsys):
     assert_refused(code, err)
     assert message in err
     assert out == ""
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("serve", "demo", "--port", "9" * 5000),
+        ("serve", "demo", "--port", "9" * 4000),
+        ("serve", "demo", "--port", "'\"" * 2500),
+        ("serve", "demo", "--dtype", "'" + "x" * 4999),
+        ("serve", "demo", "--routing-store-bytes", "x" * 5000),
+        ("serve", "demo", "--port", "1", "x" * 5000),
+        ("analyze", "x" * 5000),
+        ("bench", "serve", "--base-url", "http://h", "--rounds", "9" * 4000),
+        ("bench", "serve", "--base-url", "x" * 5000),
+        ("bench", "buckets", "demo", "--most", "-" + "9" * 4000),
+    ],
+)
+def test_long_values_are_shortened_in_errors(argv, capsys):
+    try:
+        code = main(argv)
+    except SystemExit as exit_:
+        code = exit_.code
+    err = capsys.readouterr().err
+    assert code == 2 and len(err) < 400 and ("000 characters)" in err or "an integer of 13288 bits" in err), err
 
 
 def test_version_and_help_need_no_jax():
@@ -353,3 +381,57 @@ runpy.run_module("routed_experts", run_name="__main__")
     env = {**os.environ, "PYTHONPATH": str(SRC)}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, env=env)
     assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_ctrl_c_in_a_callback_of_the_collector_ends_the_command(tmp_path):
+    """As while JAX starts, which has such a callback. The command waits for a pipe that nothing is written to."""
+    script = """
+import gc, signal, sys
+from routed_experts.__main__ import run
+
+def interrupt(phase, details):
+    gc.callbacks.remove(interrupt)
+    signal.raise_signal(signal.SIGINT)
+
+def collect(event, arguments):
+    if event == "open" and str(arguments[0]) == sys.argv[2]:
+        gc.freeze()  # a collection of nothing
+        gc.callbacks.append(interrupt)
+        gc.collect()
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+gc.disable()
+sys.addaudithook(collect)
+sys.exit(run())
+"""
+    os.mkfifo(tmp_path / "a.json")
+    env = {**os.environ, "PYTHONPATH": str(SRC)}
+    command = [sys.executable, "-c", script, "convert", "a.json", "b.json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("SIGINT", "routed_experts.cli"),  # where SIGTERM ends the process
+        *((name, module) for name in ("SIGINT", "SIGTERM") for module in ("jax", "routed_experts.engine.engine")),
+    ],
+)
+def test_a_signal_that_an_import_swallows_ends_the_command(tmp_path, name, module):
+    """As C++ does."""
+    script = f"""
+import contextlib, runpy, signal, sys
+class Interrupts:
+    def find_spec(self, name, path, target=None):
+        if name == "{module}":
+            with contextlib.suppress(BaseException):
+                signal.raise_signal(signal.{name})
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupts())
+runpy.run_module("routed_experts", run_name="__main__")
+"""
+    env = {**os.environ, "PYTHONPATH": str(SRC), "XLA_FLAGS": FAST_FLAGS}
+    command = [sys.executable, "-c", script, "generate", "demo", "--prompt", "x", "--max-new-tokens", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (130, "") and "ready" not in done.stderr

@@ -92,6 +92,13 @@ def test_what_cannot_be_measured_ends_with_a_sentence(argv, message, capsys):
     assert code in (1, 2) and message in err and err.count("\n") <= 3 and "Traceback" not in err and out == ""
 
 
+@pytest.mark.parametrize("key", ["a\rb", "a\nb", "ключ", "a\u20ac", "\udcff", "a b", ""])
+def test_a_key_that_no_server_has_is_refused_before_anything_is_sent(key, capsys):
+    code, out, err = run(capsys, "serve", "--base-url", "http://127.0.0.1:1", "--api-key", key)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "--api-key " in err and "; give the key that serve has" in err and (not key or key not in err)
+
+
 def test_buckets_are_chosen_from_what_steps_cost_here(tmp_path, capsys):
     model, file, load = write_tiny_checkpoint(tmp_path / "model"), tmp_path / "told.json", tmp_path / "load.json"
     load.write_text(json.dumps({"decode": {"1": 5, "2": 1}, "extend": {"7": 1, "16": 2}}))

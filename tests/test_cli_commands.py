@@ -19,7 +19,13 @@ from routed_experts.cli import generate, main
 from routed_experts.cli.record_files import read_answers
 from routed_experts.demo import demo_model_path
 from routed_experts.formats import record_from_meta_info
-from routed_experts.formats.archive import ArchivedAnswer, decode_record, encode_answers, encode_record
+from routed_experts.formats.archive import (
+    ArchivedAnswer,
+    decode_record,
+    decode_record_and_tokens,
+    encode_answers,
+    encode_record,
+)
 from routed_experts.formats.wire import encode_meta_info
 from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import write_tiny_checkpoint
@@ -315,6 +321,55 @@ def test_convert_names_what_is_wrong(answers, capsys, tmp_path):
     ):
         status, _, err = run(capsys, "convert", source, tmp_path / target, *flags)
         assert status == code and err.count("\n") == 1, err
+
+
+def test_convert_keeps_the_token_ids_of_a_source_that_has_them(answers, capsys, tmp_path):
+    _, record = answers
+    token_ids = np.arange(record.num_tokens, dtype=np.int32) + 7
+    (tmp_path / "one.safetensors").write_bytes(encode_record(record, token_ids))
+    fields = {"text": "", "meta_info": {"prompt_tokens": 3}}
+    answer = ArchivedAnswer(answer=fields, token_ids=token_ids, record=record)
+    (tmp_path / "many.safetensors").write_bytes(encode_answers([answer]))
+    for name in ("one", "many"):
+        code, _, err = run(capsys, "convert", tmp_path / f"{name}.safetensors", tmp_path / "out.safetensors")
+        written, ids = decode_record_and_tokens((tmp_path / "out.safetensors").read_bytes())
+        assert code == 0 and written == record and ids.tolist() == token_ids.tolist(), err
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "flags", "words"),
+    [
+        ("r.safetensors", "b.json", ("--choice", 0), "--choice 0 has no effect on SOURCE, a .safetensors source"),
+        ("r.safetensors", "b.json", ("--line", 1), "--line 1 has no effect on SOURCE, which holds one record"),
+        ("a.json", "b.npy", ("--line", 2), "--line 2 has no effect on SOURCE, which is no .jsonl file"),
+        ("a.json", "b.json", ("--to", "verl"), "--to 'verl' has no effect on TARGET, a .json target"),
+        ("a.json", "b.json", ("--missing", "gate"), "--missing 'gate' has no effect on TARGET, a .json target"),
+        ("a.json", "b.npy", ("--format", "list"), "--format 'list' has no effect on TARGET, a .npy target"),
+        ("a.json", "b.npz", ("--layers", "moe"), "--layers 'moe' has no effect on TARGET, a .npz target"),
+        ("a.json", "b.safetensors", ("--format", "npy"), "--format 'npy' has no effect on TARGET"),
+        ("a.json", "b.npy", ("--missing", "gate"), "--missing gate has no effect on --to sglang"),
+        ("empty.json", "b.npy", (), "SOURCE holds no answer"),
+    ],
+)
+def test_convert_refuses_flags_without_effect(answers, capsys, tmp_path, source, target, flags, words):
+    folder, record = answers
+    (tmp_path / "r.safetensors").write_bytes(encode_record(record))
+    (tmp_path / "empty.json").write_text("[]")
+    source, target = (tmp_path if (tmp_path / source).exists() else folder) / source, tmp_path / target
+    code, out, err = run(capsys, "convert", source, target, *flags)
+    assert (code, out, err.count("\n")) == (2, "", 1) and not target.exists()
+    assert words.replace("SOURCE", str(source)).replace("TARGET", str(target)) in err
+
+
+def test_other_commands_refuse_flags_without_effect(capsys, tmp_path):
+    network = ("--nnodes", 2, "--dist-init-addr", "127.0.0.1:5000")
+    (tmp_path / "key").write_text("a-key-for-tests")
+    for argv, words in (
+        (("doctor", "--model", "demo", *network), "--model demo has no effect with --nnodes 2"),
+        (("serve", "demo", "--api-key", "abcdefgh", "--api-key-file", tmp_path / "key"), "and --api-key are one key"),
+    ):
+        code, _, err = run(capsys, *argv)
+        assert code == 2 and words in err and err.count("\n") == 1, err
 
 
 @pytest.mark.parametrize(

@@ -124,12 +124,16 @@ def test_an_object_is_the_json_of_its_flag(tmp_path):
         ("weights-root: ~", "weights-root has no value"),
         ("api-key:", "api-key has no value"),
         ("port: &a [*a]", "port is ["),
+        ("port: " + "9" * 5000, f"port: invalid int value: '{'9' * 60}'... (5000 characters)"),
+        ("port: [" + "1, " * 5000 + "true]", "port is a list of 5001; expected text or a number"),
+        ("p" * 900 + ": 1", f"{'p' * 60}... (900 characters) is no flag of serve"),
     ],
 )
 def test_what_is_wrong_names_the_file_and_the_key(tmp_path, content, message):
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, content, "MODEL")
     assert message in str(caught.value) and str(tmp_path / "serve.yaml") in str(caught.value)
+    assert len(str(caught.value)) < 500
 
 
 def test_the_command_reads_it(tmp_path, capsys):

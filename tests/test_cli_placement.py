@@ -133,6 +133,11 @@ def test_errors_name_what_is_wrong(files, capsys, tmp_path):
         ([out], "there is nothing to plan; give --instances"),
         ([out, "--instances", 20], "--instances and --devices belong together"),
         ([out, "--instances", 20, "--devices", 3], "num_devices=3 does not divide num_instances=20"),
+        ([out, "--instances", 1000, "--devices", 8], "--instances 1000 is above 256, which is 16 for each of 16"),
+        ([out, "--instances", 15, "--devices", 3], "num_instances=15 for 16 experts"),
+        ([out, "--residents", 2, "--dispatch", "reroute"], "--dispatch 'reroute' is of instances, and has no effect"),
+        ([out, "--residents", 2, "--groups", 5], "--groups 5 is of instances, and has no effect on --residents"),
+        ([out, "--residents", 2, "--nodes", 1], "--nodes 1 is of instances, and has no effect on --residents"),
         ([out, "--residents", 17], "per_layer=17 resident experts; expected 0 to 16"),
         ([tmp_path / "bare.jsonl", "--residents", 1], "bare.jsonl: line 1 holds no routed experts"),
         ([tmp_path / "cut.jsonl", "--residents", 1], "cut.jsonl: line 1 is no JSON"),
@@ -179,6 +184,17 @@ def test_a_saved_plan_reaches_the_engine_config(files, capsys, tmp_path):
     assert run(capsys, files / "out.jsonl", *both)[0] == 2
     with pytest.raises(RoutingFormatError, match="holds no residency map"):
         expert_args(make_parser().parse_args(["serve", "model", "--residency", str(tmp_path / "plan.npz")]))
+
+
+@pytest.mark.parametrize("plan", [("--instances", 20, "--devices", 4), ("--residents", 5)])
+def test_a_plan_that_cannot_be_simulated_or_drawn_leaves_the_old_one(files, capsys, tmp_path, plan):
+    (tmp_path / "plan.npz").write_bytes(b"old")
+    flags = [files / "out.jsonl", *plan, "--save", tmp_path / "plan.npz"]
+    code, _, err = run(capsys, *flags, "--step-tokens", 0)
+    assert code == 2 and "step_tokens" in err and (tmp_path / "plan.npz").read_bytes() == b"old"
+    code, _, err = run(capsys, *flags, "--plot", tmp_path / "no" / "plan.png")
+    assert code == 1 and "plan.png" in err and (tmp_path / "plan.npz").read_bytes() == b"old"
+    assert run(capsys, *flags)[0] == 0 and (tmp_path / "plan.npz").read_bytes() != b"old"
 
 
 def test_a_saved_placement_reaches_the_engine_config(files, capsys, tmp_path):

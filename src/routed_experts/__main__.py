@@ -4,11 +4,16 @@ import sys
 
 
 def run() -> int:
-    """Run one command and return its exit code; 130 after Ctrl-C, also while modules are imported."""
+    """Run one command and return its exit code; 130 after Ctrl-C, also while modules are imported, and where Python
+    cannot raise it."""
     try:
-        from routed_experts.cli import main
+        from routed_experts.core.interrupts import hold_interrupts, resend_lost_interrupts
 
-        return main()
+        with resend_lost_interrupts():
+            with hold_interrupts():
+                from routed_experts.cli import main
+
+            return main()
     except KeyboardInterrupt:
         return 130
 

@@ -204,7 +204,7 @@ def _column(record: RoutedExperts, layer: int | None) -> int:
         return len(record.layer_ids) // 2
     if layer not in record.layer_ids:
         raise ConfigError(
-            f"--layer {layer} has no routed experts; choose one of {', '.join(map(str, record.layer_ids))}"
+            f"--layer {short_repr(layer)} has no routed experts; choose one of {', '.join(map(str, record.layer_ids))}"
         )
     return record.layer_ids.index(layer)
 

@@ -31,6 +31,7 @@ from routed_experts.cli import bench_buckets
 from routed_experts.cli.bootstrap import start_jax
 from routed_experts.cli.flags import MODEL_HELP, add_engine_flags, engine_args, load_format, log_ignored_flags
 from routed_experts.core.atomic_write import atomic_write
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import ConfigError, MachineError
 from routed_experts.core.server_args import ServerArgs
 
@@ -88,7 +89,7 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     for name in ("num_prompts", "input_len", "output_len", "rounds"):
         value = getattr(options, name, 1)
         if not 1 <= value <= 100_000:
-            raise ConfigError(f"--{name.replace('_', '-')} {value} must be in 1..100000")
+            raise ConfigError(f"--{name.replace('_', '-')} {short_repr(value)} must be in 1..100000")
     with contextlib.ExitStack() as stack:
         part = None if options.output is None else stack.enter_context(atomic_write(options.output))
         rows = options.measure(options)
@@ -140,6 +141,7 @@ def _engine_rows(args: ServerArgs, options: argparse.Namespace) -> list[Row]:
 
 def run_serve(options: argparse.Namespace) -> list[Row]:
     """Latencies and tokens a second over HTTP, without and with rows."""
+    _check_key(options.api_key)
     model, vocab = _model_info(options)
     rng, rows = random.Random(0), list[Row]()
     for with_rows in (False, True) if model.get("moe") else (False,):
@@ -151,6 +153,13 @@ def run_serve(options: argparse.Namespace) -> list[Row]:
         latency = {"first token p50 ms": 1e3 * first[len(first) // 2], "p99 ms": 1e3 * first[len(first) * 99 // 100]}
         rows.append({"rows asked": with_rows, **speed, **latency, "between tokens ms": 1e3 * statistics.mean(between)})
     return rows
+
+
+def _check_key(key: str | None) -> None:
+    """Raise ConfigError for a key that no header can carry, and no server of `serve` has."""
+    if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
+        text = f"--api-key has {len(key)} characters, not all of them printable ASCII other than spaces"
+        raise ConfigError(f"{text if key else '--api-key is empty'}; give the key that serve has")
 
 
 def _model_info(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
@@ -219,7 +228,7 @@ def _split_url(base_url: str) -> tuple[urllib.parse.SplitResult, int | None]:
         port = url.port
         if url.scheme in ("http", "https") and url.hostname:
             return url, port
-    raise ConfigError(f"--base-url {base_url!r} must be such as http://127.0.0.1:30000")
+    raise ConfigError(f"--base-url {short_repr(base_url)} must be such as http://127.0.0.1:30000")
 
 
 def _request(options: argparse.Namespace, method: str, path: str, body: object = None) -> http.client.HTTPResponse:

@@ -13,6 +13,7 @@ from typing import Any, cast
 from routed_experts.cli.bootstrap import start_jax
 from routed_experts.cli.flags import add_engine_flags, engine_args, load_format, log_ignored_flags
 from routed_experts.core.bucket_tuning import LOADS, StepCosts, choose_buckets, expected_cost, parse_load
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
 
@@ -42,7 +43,7 @@ def add_flags(kind: argparse.ArgumentParser) -> None:
 def run_buckets(options: argparse.Namespace) -> list[Row]:
     """Measure, choose; the rows of the table."""
     if options.most < 1:
-        raise ConfigError(f"--most {options.most} must be at least 1")
+        raise ConfigError(f"--most {short_repr(options.most)} must be at least 1")
     log_ignored_flags(options)
     args = ServerArgs(**engine_args(options))
     current = {"decode": args.batch_paddings, "extend": args.token_paddings}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from routed_experts.core.errors import MachineError
+from routed_experts.core.interrupts import hold_interrupts
 from routed_experts.core.server_args import ServerArgs
 
 PROGRAM = "routed-experts"
@@ -41,9 +42,10 @@ def start_jax(*, default_platform: str | None, find_devices: bool = True) -> Pat
     """Import JAX, enable its compilation cache, and find its devices; returns the cache folder, or None.
     `find_devices` False: not now, because a process group must be joined before."""
     cache = _cache_folder()
-    import jax
+    with hold_interrupts():
+        import jax
 
-    from routed_experts.execution.absent_tpu import has_tpu, skip_absent_tpu
+        from routed_experts.execution.absent_tpu import has_tpu, skip_absent_tpu
 
     if not has_tpu():  # beside a GPU, JAX starts the TPU runtime all the same: with these it fails silently
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")

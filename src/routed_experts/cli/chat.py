@@ -17,6 +17,7 @@ from routed_experts.cli.flags import (
     speculative_args,
 )
 from routed_experts.core.errors import ConfigError, InvalidRequestError, PromptTooLongError
+from routed_experts.core.interrupts import hold_interrupts
 from routed_experts.core.server_args import ServerArgs
 
 _HINT = "/new starts a new conversation, Ctrl-C ends an answer, /quit or Ctrl-D ends the chat"
@@ -39,7 +40,8 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     args, speculative = ServerArgs(**engine_args(options)), speculative_args(options)
     start_jax(default_platform=None)
     announce_compilation(args)
-    from routed_experts.engine.engine import Engine
+    with hold_interrupts():
+        from routed_experts.engine.engine import Engine
 
     first = [] if options.system is None else [{"role": "system", "content": options.system}]
     on_load = LoadBar() if sys.stderr.isatty() else None

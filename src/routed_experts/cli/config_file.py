@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from routed_experts.cli.flags import JSON, Parser, peer_arity, peer_flags
-from routed_experts.core.error_text import suggestion
+from routed_experts.cli.flags import JSON, Parser, peer_arity, peer_flags, with_short_values
+from routed_experts.core.error_text import short_repr, short_text, suggestion
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.installation import import_optional
 
@@ -60,7 +60,7 @@ def with_config(
                 (*known, *(flag[2:] for flag in peer_flags())),
                 otherwise="routed-experts serve --help lists them all",
             )
-            raise ConfigError(f"{file}: {key} is no flag of serve; {fix}")
+            raise ConfigError(f"{file}: {short_text(key)} is no flag of serve; {fix}")
         action = known[name]
         if value is None:
             raise ConfigError(f"{file}: {key} has no value; write one, or leave it out for its default")
@@ -83,7 +83,7 @@ class _FileParser(Parser):
         self._file = file
 
     def error(self, message: str) -> NoReturn:
-        complaints = (line.replace("argument --", "", 1) for line in message.splitlines())
+        complaints = (line.replace("argument --", "", 1) for line in with_short_values(message).splitlines())
         raise ConfigError(f"{self._file}: {'; '.join(complaints)}")
 
 
@@ -102,7 +102,7 @@ def _as_words(file: Path, key: str, value: object, action: argparse.Action) -> l
     flag = next(option for option in action.option_strings if option.startswith("--"))
     if action.nargs == 0:
         if not isinstance(value, bool):
-            raise ConfigError(f"{file}: {key} is {value!r}; expected true or false")
+            raise ConfigError(f"{file}: {key} is {_shown(value)}; expected true or false")
         if isinstance(action, argparse.BooleanOptionalAction):
             on, off = action.option_strings
             says_on = f"--{key.replace('_', '-')}" == on
@@ -113,7 +113,7 @@ def _as_words(file: Path, key: str, value: object, action: argparse.Action) -> l
     values = cast("list[object]", value) if isinstance(value, list) else [value]
     if not all(isinstance(item, str) for item in values):
         expected = "a list of numbers" if action.nargs else "text or a number"
-        raise ConfigError(f"{file}: {key} is {value!r}; expected {expected}")
+        raise ConfigError(f"{file}: {key} is {_shown(value)}; expected {expected}")
     if action.nargs:
         return [flag, *map(str, values)]
     if isinstance(value, list):
@@ -121,12 +121,18 @@ def _as_words(file: Path, key: str, value: object, action: argparse.Action) -> l
     return [f"{flag}={value}"]
 
 
+def _shown(value: object) -> str:
+    """A value of the file for an error: as it is written where that is short."""
+    text = repr(value)
+    return text if len(text) == len(short_text(text)) else short_repr(value)
+
+
 def _object_text(file: Path, key: str, fields: Mapping[str, object]) -> str:
     """An object's JSON. Whole numbers, which are text in a file, are numbers in it."""
     for name, item in fields.items():
         if item is not None and not isinstance(item, str | bool):
             kind = "a list" if isinstance(item, list) else "an object"
-            raise ConfigError(f"{file}: {name} of {key} is {kind}; expected one value")
+            raise ConfigError(f"{file}: {short_text(name)} of {key} is {kind}; expected one value")
     return json.dumps(
         {
             name: int(item) if isinstance(item, str) and _INTEGER.fullmatch(item) else item
@@ -150,7 +156,7 @@ def _read(file: Path) -> Mapping[str, object]:
     values: dict[str, object] = {}
     for key, value in cast("tuple[tuple[object, object], ...]", content):
         if str(key) in values:
-            raise ConfigError(f"{file}: {key} is written twice; leave one of them out")
+            raise ConfigError(f"{file}: {short_text(str(key))} is written twice; leave one of them out")
         pairs = cast("tuple[tuple[object, object], ...]", value if isinstance(value, tuple) else ())
         values[str(key)] = {str(name): item for name, item in pairs} if isinstance(value, tuple) else value
     return values

@@ -3,26 +3,33 @@
 import argparse
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import numpy as np
+from jaxtyping import Int32
 
 from routed_experts.cli.record_files import readable, split_lines
 from routed_experts.core.atomic_write import atomic_write
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import ConfigError, RoutingFormatError
 from routed_experts.core.npz_io import write_arrays
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.formats import FRAMEWORKS, WITH_MARK
-from routed_experts.formats.archive import decode_answers, decode_record, encode_record, holds_answers
+from routed_experts.formats.archive import decode_answers, decode_record_and_tokens, encode_record, holds_answers
 from routed_experts.formats.meta_info import record_from_response
 from routed_experts.formats.wire import encode_as_lists, encode_meta_info
 
 WIRE_FORMATS = ("int32", "npy", "packed", "list")
 _T = TypeVar("_T")
 _PAIRS = ("vllm021", "megatron")
+_TO = "sglang"  # unless --to says otherwise
+_TARGET_FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {".safetensors": (), ".json": ("format", "layers"), ".npy": ("to", "missing"), ".npz": ("to", "missing")}
+)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -37,13 +44,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "target",
         type=Path,
         metavar="TARGET",
-        help=".safetensors (the record), .json (a wire format), .npy or .npz (--to), which have no combine weights",
+        help=".safetensors (the record), .json (a wire format), .npy or .npz (--to), which have no combine weights; "
+        "token ids of SOURCE stay in .safetensors alone",
     )
-    parser.add_argument("--choice", type=int, default=0, metavar="I", help="of an answer with several; default: 0")
+    parser.add_argument("--choice", type=int, default=None, metavar="I", help="of an answer with several; default: 0")
     parser.add_argument(
-        "--line", type=int, default=1, metavar="N", help="of a file of many answers, as generate writes; default: 1"
+        "--line", type=int, default=None, metavar="N", help="of a file of many answers, as generate writes; default: 1"
     )
-    parser.add_argument("--format", choices=WIRE_FORMATS, default="int32", help="of a .json target; default: int32")
+    parser.add_argument("--format", choices=WIRE_FORMATS, default=None, help="of a .json target; default: int32")
     parser.add_argument(
         "--layers",
         choices=("all", "moe"),
@@ -51,43 +59,70 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="of a .json target; default: all for int32 and packed, else moe",
     )
     parser.add_argument(
-        "--to", choices=FRAMEWORKS, default="sglang", help="whose array a .npy target holds; default: sglang"
+        "--to", choices=FRAMEWORKS, default=None, help="whose array a .npy target holds; default: sglang"
     )
     parser.add_argument(
-        "--missing", choices=("error", "gate"), default="error", help="rows that are not known; default: error"
+        "--missing", choices=("error", "gate"), default=None, help="rows that are not known; default: error"
     )
 
 
 def run(options: argparse.Namespace, start_time: float) -> int:
     """Read one record and write it."""
-    record = _read(options.source, choice=options.choice, line=options.line)
     target: Path = options.target
+    _check_target_flags(target, options)
+    record, token_ids = _read(options)
     if target.suffix == ".safetensors":
         with atomic_write(target) as part:
-            part.write_bytes(encode_record(record))
+            part.write_bytes(encode_record(record, token_ids))
     elif target.suffix == ".json":
         with atomic_write(target) as part:
             part.write_text(json.dumps({"meta_info": _wire_fields(record, options)}) + "\n", encoding="utf-8")
-    elif target.suffix in (".npy", ".npz"):
-        _write_arrays(record, target, options)
     else:
-        raise ConfigError(
-            f"{target} ends in {target.suffix!r}; name a file that ends in .safetensors, .json, .npy or .npz"
-        )
+        _write_arrays(record, target, options)
     model = f"{record.ids.shape[1]} MoE layers, top-{record.top_k}"
     print(f"wrote {target}: {record.num_rows} rows from token {record.start} on, {model}")
     return 0
 
 
-def _read(source: Path, *, choice: int, line: int) -> RoutedExperts:
-    if source.suffix == ".safetensors":
-        with readable(source):
-            encoded = source.read_bytes()
-        if not holds_answers(encoded):
-            return decode_record(encoded)
-        return _require_record(_entry(decode_answers(encoded), source, line).record, source)
+def _check_target_flags(target: Path, options: argparse.Namespace) -> None:
+    """Raise ConfigError for a target of no known form, and for flags of targets of other forms."""
+    if target.suffix not in _TARGET_FLAGS:
+        *most, last = _TARGET_FLAGS
+        raise ConfigError(f"{target} ends in {target.suffix!r}; name a file that ends in {', '.join(most)} or {last}")
+    unused = {name for names in _TARGET_FLAGS.values() for name in names} - {*_TARGET_FLAGS[target.suffix]}
+    _refuse(sorted(unused), options, f"{target}, a {target.suffix} target")
+    if options.missing == "gate" and (options.to or _TO) not in WITH_MARK:
+        text = f"--missing gate has no effect on --to {options.to or _TO}, which has no mark for such rows"
+        raise ConfigError(f"{text}; choose one of {', '.join(WITH_MARK)}, or leave it out")
+
+
+def _refuse(names: Sequence[str], options: argparse.Namespace, file: str) -> None:
+    """Raise ConfigError for flags that were given and have no effect on `file`."""
+    for name in names:
+        if (value := getattr(options, name)) is not None:
+            raise ConfigError(f"--{name} {short_repr(value)} has no effect on {file}; leave it out")
+
+
+def _read(options: argparse.Namespace) -> tuple[RoutedExperts, Int32[np.ndarray, " S"] | None]:
+    """The record of the source, and the token ids that travel with it, or None."""
+    source: Path = options.source
+    choice, line = (default if given is None else given for given, default in ((options.choice, 0), (options.line, 1)))
     with readable(source):
         encoded = source.read_bytes()
+    if source.suffix == ".safetensors":
+        _refuse(["choice"], options, f"{source}, a .safetensors source")
+        if not holds_answers(encoded):
+            _refuse(["line"], options, f"{source}, which holds one record")
+            return decode_record_and_tokens(encoded)
+        entry = _entry(decode_answers(encoded), source, line)
+        return _require_record(entry.record, source), entry.token_ids
+    if source.suffix != ".jsonl":
+        _refuse(["line"], options, f"{source}, which is no .jsonl file")
+    return _read_answer(source, encoded, choice=choice, line=line), None
+
+
+def _read_answer(source: Path, encoded: bytes, *, choice: int, line: int) -> RoutedExperts:
+    """The record of an answer of a server, or of one in a file of many."""
     try:
         text = encoded.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -100,8 +135,11 @@ def _read(source: Path, *, choice: int, line: int) -> RoutedExperts:
         raise RoutingFormatError(f"{source} is no JSON ({error}); give an answer of a server") from error
     if isinstance(response, list):  # several prompts or choices of /generate
         answers = cast("list[Any]", response)
+        if not answers:
+            raise RoutingFormatError(f"{source} holds no answer; give an answer of a server")
         if not 0 <= choice < len(answers):
-            raise ConfigError(f"--choice {choice}, but {source} has {len(answers)} answers")
+            most = len(answers) - 1
+            raise ConfigError(f"--choice {short_repr(choice)}, but {source} has answers 0 to {most}; choose one")
         response, choice = answers[choice], 0
     return _require_record(record_from_response(response, choice), source)
 
@@ -110,7 +148,7 @@ def _entry(answers: Sequence[_T], source: Path, line: int) -> _T:
     if not answers:
         raise RoutingFormatError(f"{source} holds no answer; give what generate --output wrote")
     if not 1 <= line <= len(answers):
-        raise ConfigError(f"--line {line}, but {source} has {len(answers)}; choose 1 to {len(answers)}")
+        raise ConfigError(f"--line {short_repr(line)}, but {source} has {len(answers)}; choose 1 to {len(answers)}")
     return answers[line - 1]
 
 
@@ -121,22 +159,24 @@ def _require_record(record: RoutedExperts | None, source: Path) -> RoutedExperts
 
 
 def _wire_fields(record: RoutedExperts, options: argparse.Namespace) -> dict[str, object]:
-    layers = options.layers or ("all" if options.format in ("int32", "packed") else "moe")
-    if options.format == "list":
+    form = options.format or "int32"
+    layers = options.layers or ("all" if form in ("int32", "packed") else "moe")
+    if form == "list":
         return encode_as_lists(record, layers=layers)
-    return encode_meta_info(record, payload_format=options.format, layers=layers)
+    return encode_meta_info(record, payload_format=form, layers=layers)
 
 
 def _write_arrays(record: RoutedExperts, target: Path, options: argparse.Namespace) -> None:
     """Write one array as .npy; the parts of a layout that has several as .npz."""
-    framework = import_module(f"routed_experts.formats.{options.to}")
-    arrays = framework.encode(record, **({"missing": options.missing} if options.to in WITH_MARK else {}))
-    if (options.to in _PAIRS) != (target.suffix == ".npz"):
-        suffix = ".npz" if options.to in _PAIRS else ".npy"
-        raise ConfigError(f"--to {options.to} is written as {suffix}; {target} ends in {target.suffix}")
-    if options.to == "vllm021":
+    to = options.to or _TO
+    framework = import_module(f"routed_experts.formats.{to}")
+    arrays = framework.encode(record, **({"missing": options.missing or "error"} if to in WITH_MARK else {}))
+    if (to in _PAIRS) != (target.suffix == ".npz"):
+        suffix = ".npz" if to in _PAIRS else ".npy"
+        raise ConfigError(f"--to {to} is written as {suffix}; {target} ends in {target.suffix}")
+    if to == "vllm021":
         write_arrays(target, {"prompt": arrays[0], "generated": arrays[1]})
-    elif options.to == "megatron":
+    elif to == "megatron":
         write_arrays(target, {"mask": arrays[1], **{f"layer_{index}": layer for index, layer in enumerate(arrays[0])}})
     else:
         encoded = io.BytesIO()  # NumPy does not check that the last bytes reach a file

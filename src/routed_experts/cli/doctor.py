@@ -12,6 +12,7 @@ import numpy as np
 from routed_experts.cli.bootstrap import start_jax, version
 from routed_experts.cli.flags import add_dist_flags, dist_args
 from routed_experts.cli.group_check import check_group
+from routed_experts.core.errors import ConfigError
 from routed_experts.models.loading.model_source import DEMO
 
 LIBRARIES = (
@@ -25,7 +26,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `doctor`."""
     parser.add_argument(
         "--model",
-        default=DEMO,
+        default=None,
         metavar="MODEL",
         help="checkpoint folder or Hugging Face id to test with; default: demo, the model of the package",
     )
@@ -41,13 +42,16 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     print(f"not installed (optional): {', '.join(missing) or 'none'}")
     dist = dist_args(options)
     if dist.is_group:
+        if options.model is not None:
+            text = f"--model {options.model} has no effect with --nnodes {dist.nnodes}, which checks the network alone"
+            raise ConfigError(f"{text}; leave one of them out")
         return check_group(dist)
     cache = start_jax(default_platform=None)
     import jax
 
     devices = ", ".join(str(device) for device in jax.devices())
     print(f"devices: {devices} · compiled programs are cached in {cache or 'memory alone'}")
-    faults = _self_test(options.model)
+    faults = _self_test(options.model or DEMO)
     print(f"FAILED: {'; '.join(faults)}" if faults else "all checks passed")
     return 1 if faults else 0
 

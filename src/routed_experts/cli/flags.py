@@ -4,6 +4,7 @@ Flags of `core/peer_names.py` are taken out of a command line before argparse se
 parser would slow each command down, and a value after a flag that argparse does not know would become the MODEL."""
 
 import argparse
+import ast
 import dataclasses
 import os
 import re
@@ -15,7 +16,7 @@ from typing import Any, Literal, NoReturn, cast, get_args, get_origin
 
 from routed_experts.cli.flag_help import describe
 from routed_experts.core.dist_config import DistConfig
-from routed_experts.core.error_text import nearest_name, short_repr
+from routed_experts.core.error_text import nearest_name, short_repr, short_text
 from routed_experts.core.errors import ConfigError, InvalidRequestError
 from routed_experts.core.expert_offload_config import RESIDENCIES, ExpertOffloadConfig
 from routed_experts.core.keywords import FLAG_NAMES, log_without_effect, own_value
@@ -38,6 +39,10 @@ _PLACEMENT_CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"mode": PLACEMENT_MODES, "on_exhausted": ON_EXHAUSTED}
 )
 _INVALID_CHOICE = re.compile(r"invalid choice: '?([^' ]*)'? \(choose from (.*)\)")  # argparse's own text
+_REQUIRED = re.compile(r"\b(?:are|is) required(?:: |$)")  # argparse's own text
+_LONG_VALUE = re.compile(  # in argparse's own text: the repr() of a value longer than errors show
+    r"""((?:value|choice): )('(?:[^'\\]|\\.){61,}'|"(?:[^"\\]|\\.){61,}")"""
+)
 _WORD = re.compile(r"[\w.-]+")
 _NUMBER = re.compile(r"-?[0-9.]+")
 
@@ -48,6 +53,7 @@ class Parser(argparse.ArgumentParser):
     that the error is about this command."""
 
     takes_peer_flags = False  # those of other servers; set by `add_engine_flags`
+    _parsed_words: Sequence[str] = ()
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  # overloads that differ in their result
         self, args: Any = None, namespace: Any = None
@@ -58,23 +64,41 @@ class Parser(argparse.ArgumentParser):
         ignored: list[str] = []
         if self.takes_peer_flags:
             words, ignored = _PeerFlags(self, self._option_string_actions).take(words)
+        self._parsed_words = words
         parsed, unknown = super().parse_known_args(words, namespace)
         if unknown:
-            flag = next((word for word in unknown if word.startswith("-")), "").partition("=")[0]
-            nearest = nearest_name(
-                flag, (*self._option_string_actions, *(peer_flags() if self.takes_peer_flags else ()))
-            )
-            fix = "" if nearest is None else f"; did you mean {nearest}?"
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{fix}")
+            self.error(self._unknown_words(unknown))
         if self.takes_peer_flags:
             parsed.ignored_flags = tuple(ignored)
         return parsed, unknown
 
+    def _unknown_words(self, unknown: Sequence[str]) -> str:
+        """The error of unknown words, with the flag that is nearest to the first of them."""
+        flag = next((word for word in unknown if word.startswith("-")), "").partition("=")[0]
+        nearest = nearest_name(flag, (*self._option_string_actions, *(peer_flags() if self.takes_peer_flags else ())))
+        fix = "" if nearest is None else f"; did you mean {nearest}?"
+        return f"unrecognized arguments: {' '.join(map(short_text, unknown))}{fix}"
+
+    def _misspelt_flags(self) -> list[str]:
+        """Words that argparse took for flags that it does not know, which it only reports when nothing is missing."""
+        words = self._parsed_words
+        words = words[: words.index("--")] if "--" in words else words
+        heads = {word: word.partition("=")[0] for word in words if word.startswith("--")}
+        return [word for word, head in heads.items() if " " not in head and head not in self._option_string_actions]
+
     def error(self, message: str) -> NoReturn:
+        if _REQUIRED.search(message) and (misspelt := self._misspelt_flags()):
+            message = self._unknown_words(misspelt)
+        message = with_short_values(message)
         if (choice := _INVALID_CHOICE.search(message)) is not None:
             nearest = nearest_name(choice[1], _WORD.findall(choice[2]))
             message += "" if nearest is None else f"; did you mean {nearest}?"
         self.exit(2, f"{self.prog}: error: {message}\nsee {self.prog} --help\n")
+
+
+def with_short_values(message: str) -> str:
+    """An error of argparse, in which a long value is cut."""
+    return _LONG_VALUE.sub(lambda shown: shown[1] + short_repr(ast.literal_eval(shown[2])), message)
 
 
 class _PeerFlags:

@@ -39,6 +39,7 @@ from routed_experts.cli.flags import (
 from routed_experts.core.atomic_write import atomic_write
 from routed_experts.core.error_text import nearest_name, short_repr
 from routed_experts.core.errors import ConfigError, InvalidRequestError
+from routed_experts.core.interrupts import hold_interrupts
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.formats.archive import ArchivedAnswer, encode_answers
 from routed_experts.formats.meta_info import record_from_meta_info
@@ -103,7 +104,8 @@ def run(options: argparse.Namespace, start_time: float) -> int:
             part = stack.enter_context(atomic_write(output) if as_archive else _new_lines(output))
         start_jax(default_platform=None)
         announce_compilation(args, offloads=experts.num_resident is not None)
-        from routed_experts.engine.engine import Engine
+        with hold_interrupts():
+            from routed_experts.engine.engine import Engine
 
         bar = LoadBar() if sys.stderr.isatty() else None
         engine = stack.enter_context(Engine(**dataclasses.asdict(args), **groups, on_load=bar))

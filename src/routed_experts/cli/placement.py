@@ -13,9 +13,10 @@ from routed_experts import placement
 from routed_experts.analysis.metrics import known_rows
 from routed_experts.cli.bootstrap import start_jax
 from routed_experts.cli.record_files import SUFFIXES, read_records
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import ConfigError, RoutingAlignmentError
 from routed_experts.core.load_metrics import load_imbalance
-from routed_experts.core.placement import ExpertPlacement, ResidencyMap
+from routed_experts.core.placement import ExpertPlacement, ResidencyMap, default_max_replicas
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.placement.dispatch import DISPATCHES
@@ -49,11 +50,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--devices", type=int, default=None, metavar="V", help="devices that share the instances")
     parser.add_argument(
-        "--groups", type=int, default=1, metavar="G", help="expert groups that stay on one node; default: 1"
+        "--groups", type=int, default=None, metavar="G", help="expert groups that stay on one node; default: 1"
     )
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes that the devices are on; default: 1")
     parser.add_argument(
-        "--dispatch", choices=DISPATCHES, default="even", help="how slots choose among instances; default: even"
+        "--nodes", type=int, default=None, metavar="N", help="nodes that the devices are on; default: 1"
+    )
+    parser.add_argument(
+        "--dispatch", choices=DISPATCHES, default=None, help="how slots choose among instances; default: even"
     )
     parser.add_argument(
         "--residents",
@@ -78,19 +81,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, start_time: float) -> int:
     """Plan, simulate and print."""
-    if (options.instances is None) != (options.devices is None):
-        raise ConfigError("--instances and --devices belong together; give both")
-    if options.instances is None and options.residents is None:
-        raise ConfigError("there is nothing to plan; give --instances and --devices, or --residents, or all three")
-    if options.dispatch != "even":
+    _check_flags(options)
+    if options.dispatch not in (None, "even"):
         start_jax(default_platform="cpu")
-    if options.save is not None and (
-        options.save.suffix != ".npz" or None not in (options.instances, options.residents)
-    ):
-        text = f"--save {options.save} writes one plan as .npz; name such a file"
-        raise ConfigError(f"{text}, and give --instances or --residents, not both")
-    if options.plot is not None and options.plot.suffix not in _PICTURES:
-        raise ConfigError(f"--plot {options.plot} is none of {', '.join(_PICTURES)}; name such a file")
     records = read_records(options.files)
     learned = RoutingStats.from_records(records) if options.plan_from is None else _read_stats(options.plan_from)
     learned.check_model(records[0].layer_ids, records[0].num_experts)
@@ -102,14 +95,20 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     totals |= {"tokens": num_tokens, "plan_tokens": int(learned.num_tokens.sum())}
     tables: dict[str, Columns] = {}
     devices: dict[str, Float64[np.ndarray, "M V"]] = {}
+    plan: ExpertPlacement | ResidencyMap | None = None
     if options.instances is not None:
-        tables["instances"], devices = _instances(records, learned, options)
+        plan = _plan_instances(learned, options)
+        tables["instances"], devices = _instances(records, learned, plan, options)
     if options.residents is not None:
-        tables["residents"] = _residents(records, learned, options)
+        plan = placement.resident(learned, per_layer=options.residents)
+        tables["residents"] = _residents(records, learned, plan, options)
     if options.plot is not None:
         from routed_experts.placement.figures import draw_plans
 
         draw_plans(options.plot, records, learned.load, devices=devices, residents=options.residents)
+    if options.save is not None:  # last: a command that fails leaves the old plan
+        assert plan is not None, "there is one, as checked above"
+        plan.save(options.save)
     if options.json:
         lists = {
             name: {column: values.tolist() for column, values in columns.items()} for name, columns in tables.items()
@@ -123,27 +122,53 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     return 0
 
 
+def _check_flags(options: argparse.Namespace) -> None:
+    """Raise ConfigError for flags that do not fit each other, or have no effect."""
+    if (options.instances is None) != (options.devices is None):
+        raise ConfigError("--instances and --devices belong together; give both")
+    if options.instances is None and options.residents is None:
+        raise ConfigError("there is nothing to plan; give --instances and --devices, or --residents, or all three")
+    for name in ("dispatch", "groups", "nodes"):
+        if options.instances is None and (value := getattr(options, name)) is not None:
+            text = f"--{name} {short_repr(value)} is of instances, and has no effect on --residents"
+            raise ConfigError(f"{text}; give --instances and --devices too, or leave it out")
+    if options.save is not None and (
+        options.save.suffix != ".npz" or None not in (options.instances, options.residents)
+    ):
+        text = f"--save {options.save} writes one plan as .npz; name such a file"
+        raise ConfigError(f"{text}, and give --instances or --residents, not both")
+    if options.plot is not None and options.plot.suffix not in _PICTURES:
+        raise ConfigError(f"--plot {options.plot} is none of {', '.join(_PICTURES)}; name such a file")
+
+
 def _read_stats(files: list[Path]) -> RoutingStats:
     if len(files) == 1 and files[0].suffix == ".npz":
         return RoutingStats.read(files[0])
     return RoutingStats.from_records(read_records(files))
 
 
+def _plan_instances(learned: RoutingStats, options: argparse.Namespace) -> ExpertPlacement:
+    """The plan of --instances. Raises ConfigError for more than experts may have, PlacementError for other sizes."""
+    num_experts = learned.num_experts
+    per_expert = default_max_replicas(options.instances, num_experts)
+    if options.instances > num_experts * max(per_expert, 1):
+        limit = f"{num_experts * per_expert}, which is {per_expert} for each of {num_experts} experts"
+        raise ConfigError(f"--instances {short_repr(options.instances)} is above {limit}; give fewer")
+    return placement.eplb(
+        learned,
+        num_instances=options.instances,
+        num_devices=options.devices,
+        num_groups=1 if options.groups is None else options.groups,
+        num_nodes=1 if options.nodes is None else options.nodes,
+    )
+
+
 def _instances(
-    records: list[RoutedExperts], learned: RoutingStats, options: argparse.Namespace
+    records: list[RoutedExperts], learned: RoutingStats, plan: ExpertPlacement, options: argparse.Namespace
 ) -> tuple[Columns, dict[str, Float64[np.ndarray, "M V"]]]:
     """Balance of each layer with the plan, and before it where the devices divide the experts; and the load of each
     device."""
     num_layers, num_experts = learned.load.shape
-    plan = placement.eplb(
-        learned,
-        num_instances=options.instances,
-        num_devices=options.devices,
-        num_groups=options.groups,
-        num_nodes=options.nodes,
-    )
-    if options.save is not None:
-        plan.save(options.save)
     step_tokens = STEP_TOKENS if options.step_tokens is None else options.step_tokens
     columns: Columns = {}
     devices: dict[str, Float64[np.ndarray, "M V"]] = {}
@@ -152,7 +177,7 @@ def _instances(
             records, ExpertPlacement.identity(num_layers, num_experts, options.devices), step_tokens=step_tokens
         )
         columns["balance before"], devices["before"] = before.balancedness, before.device_load
-    after = placement.simulate(records, plan, dispatch=options.dispatch, step_tokens=step_tokens)
+    after = placement.simulate(records, plan, dispatch=options.dispatch or "even", step_tokens=step_tokens)
     columns["balance planned"], devices["planned"] = after.balancedness, after.device_load
     columns["max / mean device load"] = load_imbalance(after.device_load)
     columns["most replicas"] = plan.logical_replica_count.max(axis=1).astype(np.float64)
@@ -161,12 +186,11 @@ def _instances(
     return columns, devices
 
 
-def _residents(records: list[RoutedExperts], learned: RoutingStats, options: argparse.Namespace) -> Columns:
+def _residents(
+    records: list[RoutedExperts], learned: RoutingStats, static: ResidencyMap, options: argparse.Namespace
+) -> Columns:
     """Hits of each policy by layer, and copies a token of those that copy."""
     per_layer, step_tokens = options.residents, _RESIDENCY_STEP if options.step_tokens is None else options.step_tokens
-    static = placement.resident(learned, per_layer=per_layer)
-    if options.save is not None:
-        static.save(options.save)
     first = ResidencyMap.first_n(len(learned.layer_ids), learned.num_experts, per_layer)
     prefix = placement.simulate(records, first, step_tokens=step_tokens)
     fixed = placement.simulate(records, static, step_tokens=step_tokens)
@@ -187,7 +211,7 @@ def _residents(records: list[RoutedExperts], learned: RoutingStats, options: arg
 
 def _title(name: str, options: argparse.Namespace) -> str:
     if name == "instances":
-        return f"{options.instances} instances on {options.devices} devices, dispatch {options.dispatch}"
+        return f"{options.instances} instances on {options.devices} devices, dispatch {options.dispatch or 'even'}"
     return f"{options.residents} resident experts a layer: share of slots on the accelerator"
 
 

@@ -37,6 +37,7 @@ from routed_experts.cli.flags import (
 from routed_experts.cli.follow import abandon_group, drain_with, follow_group, join_processes
 from routed_experts.cli.serve_fleet import check_ray, serve_fleet
 from routed_experts.core.dist_config import DistConfig
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import ConfigError, MachineError
 from routed_experts.core.installation import missing_library
 from routed_experts.core.keywords import own_value
@@ -163,7 +164,7 @@ def run(options: argparse.Namespace, start_time: float) -> int:
         raise missing_library(error, purpose="serve", extra="serve") from error
     names = {field.name for field in dataclasses.fields(limits.ServerSettings)}
     values = {name: value for name, value in vars(options).items() if name in names}
-    values |= {name: key for name in _KEYS if name not in values and (key := _key(options, name))}
+    values |= {name: key for name in _KEYS if (key := _key(options, name))}
     settings = limits.ServerSettings(**values)
     for name in settings.weak_keys:
         logger.warning(
@@ -272,11 +273,14 @@ def _ready_line(server: "ServerState", seconds: float, url: str) -> str:
 
 
 def _key(options: argparse.Namespace, name: str) -> str | None:
-    """Return a key from its file or from the environment."""
-    file: Path | None = getattr(options, f"{name}_file", None)
+    """Return a key as it was given, from its file or from the environment."""
+    given = vars(options)
+    file: Path | None = given.get(f"{name}_file")
     if file is None:
-        return os.environ.get(f"ROUTED_EXPERTS_{name.upper()}")
+        return given.get(name, os.environ.get(f"ROUTED_EXPERTS_{name.upper()}"))
     flag = f"--{name.replace('_', '-')}-file {file}"
+    if name in given:
+        raise ConfigError(f"{flag} and --{name.replace('_', '-')} are one key; give one of them")
     try:
         key = file.read_text(encoding="utf-8").split("\n", 1)[0].strip()
     except OSError as error:
@@ -305,7 +309,9 @@ def _size(text: str) -> int:
 
 def _count(digits: str, text: str) -> int:
     if not (digits.isascii() and digits.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes; write it as 4096, 16KiB, 16MiB or 1GiB")
+        raise argparse.ArgumentTypeError(
+            f"{short_repr(text)} is no number of bytes; write it as 4096, 16KiB, 16MiB or 1GiB"
+        )
     return int(digits)
 
 

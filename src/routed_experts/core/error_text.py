@@ -24,6 +24,11 @@ def short_repr(value: object, *, max_chars: int = _MAX_CHARS) -> str:
     return f"a {type(value).__name__}"
 
 
+def short_text(text: str) -> str:
+    """Text for an error without quotes: its first characters, and their number, where it is long."""
+    return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}... ({len(text)} characters)"
+
+
 def nearest_name(name: object, known: Collection[str]) -> str | None:
     """Return the known name within two edits of `name` (one, for names of up to 5 letters), or None.
 

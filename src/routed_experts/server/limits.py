@@ -4,6 +4,7 @@ import dataclasses
 import re
 from typing import Literal
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import ConfigError
 from routed_experts.parsing import resolve_format
 
@@ -77,7 +78,7 @@ class ServerSettings:
     def __post_init__(self) -> None:
         resolve_format(None, tool_call_parser=self.tool_call_parser, reasoning_parser=self.reasoning_parser)
         if not 0 <= self.port <= 65_535:
-            raise ConfigError(f"port={self.port} must be in 0..65535; 0 lets the system choose")
+            raise ConfigError(f"port={short_repr(self.port)} must be in 0..65535; 0 lets the system choose")
         for name in ("api_key", "admin_api_key"):
             key = getattr(self, name)
             if key is not None and not (
