@@ -10,6 +10,7 @@ from routed_experts.core.errors import (
     ConfigError,
     EngineDeadError,
     InvalidRequestError,
+    MemoryPlanError,
     PeerLostError,
     QueueFullError,
     ReplicaLostError,
@@ -19,6 +20,7 @@ from routed_experts.core.errors import (
     WriteError,
 )
 from routed_experts.core.io_struct import GenerateReqInput
+from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.requests.input_processor import InputProcessor, RequestLimits
 from routed_experts.fleet import engine_group as module
 
@@ -58,8 +60,69 @@ class LocalActor:
         self.label = label
 
 
+class LocalGroup:
+    """A placement group."""
+
+    def __init__(self, bundles, *, is_placed):
+        self.bundle_specs, self.is_placed, self.waits = list(bundles), is_placed, []
+
+    def wait(self, timeout_seconds):
+        self.waits.append(timeout_seconds)
+        return self.is_placed
+
+
+class StartedActor:
+    """An engine as `create` makes it: it starts, or has this outcome."""
+
+    def __init__(self, outcome, options):
+        self.options = options
+        self.ready = self.shutdown = Method(lambda: outcome)
+
+
 class LocalRay:
+    """A Ray with resources, in which engines start or do not."""
+
     exceptions = types.SimpleNamespace(RayActorError=RayActorError, RayTaskError=RayTaskError)
+    method = staticmethod(lambda concurrency_group: lambda function: function)
+
+    def __init__(self, total=None, free=None, *, start=None):
+        self.total, self.free, self.start = total or {}, free or {}, start
+        self.groups, self.removed, self.actors, self.killed = [], [], [], []
+        self.util = types.SimpleNamespace(
+            placement_group=self._placement_group,
+            remove_placement_group=self.removed.append,
+            scheduling_strategies=types.SimpleNamespace(PlacementGroupSchedulingStrategy=dict),
+        )
+
+    def is_initialized(self):
+        return True
+
+    def cluster_resources(self):
+        return self.total
+
+    def available_resources(self):
+        return self.free
+
+    def _placement_group(self, bundles, strategy):
+        fits = all(sum(bundle[kind] for bundle in bundles) <= self.free.get(kind, 0.0) for kind in bundles[0])
+        self.groups.append(LocalGroup(bundles, is_placed=fits))
+        return self.groups[-1]
+
+    def remote(self, concurrency_groups):
+        def options(**keywords):
+            return types.SimpleNamespace(remote=lambda spec, followers: self._start({**keywords, **concurrency_groups}))
+
+        return lambda kind: types.SimpleNamespace(options=options)
+
+    def _start(self, options):
+        self.actors.append(StartedActor(self.start, options))
+        return self.actors[-1]
+
+    def wait(self, calls, num_returns, timeout=None):
+        return calls[:num_returns], calls[num_returns:]
+
+    def kill(self, actor):
+        self.killed.append(actor)
 
     def get(self, calls):
         for call in calls:
@@ -68,11 +131,66 @@ class LocalRay:
         return list(calls)
 
 
+def use(monkeypatch, ray):
+    modules = {"ray": ray, "ray.exceptions": ray.exceptions}
+    if isinstance(ray, LocalRay):
+        modules["ray.util.scheduling_strategies"] = ray.util.scheduling_strategies
+    monkeypatch.setattr(module, "import_ray", lambda name="ray": modules[name])
+    return ray
+
+
 @pytest.fixture
 def local_ray(monkeypatch):
-    ray = LocalRay()
-    monkeypatch.setattr(module, "import_ray", lambda name="ray": ray.exceptions if name == "ray.exceptions" else ray)
-    return ray
+    return use(monkeypatch, LocalRay())
+
+
+ARGS = ServerArgs(model_path="demo")
+
+
+def test_a_group_is_made_in_the_bundles_that_it_reserves(monkeypatch):
+    ray = use(monkeypatch, LocalRay({"CPU": 4.0}, {"CPU": 4.0}))
+    group = module.EngineGroup.create(ARGS, replicas=3, resources={"CPU": 0.5})
+    assert ray.groups[0].bundle_specs == [{"CPU": 1.0}] * 3 and ray.groups[0].waits == [module.PLACEMENT_S]
+    assert [actor.options["num_cpus"] for actor in group.actors] == [0.5] * 3 and not ray.removed
+
+
+@pytest.mark.parametrize(
+    ("free", "keywords", "match"),
+    [
+        (4.0, {"replicas": 5}, r"replicas=5 do not fit \(CPU: 5 needed, 4 free\); set replicas=4"),
+        (1.0, {"replicas": 3}, r"within 60 s: replicas=3 do not fit \(CPU: 3 needed, 1 free\); set replicas=1"),
+        (4.0, {"resources": {"CPU": 2}}, r"CPU=2 for an engine, above bundle 0 of its placement group \(CPU: 1\)"),
+        (4.0, {"resources": {"gold": 1}}, r"gold=1 for an engine, above bundle 0"),
+        (4.0, {"resources": {"CPU": -1}}, r"CPU=-1 must be a number from 0 on"),
+        (4.0, {"bundle_indices": [7]}, r"bundle_indices=\[7\] for 1 processes"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_leaves_nothing_reserved(monkeypatch, free, keywords, match):
+    ray = use(monkeypatch, LocalRay({"CPU": 4.0}, {"CPU": free}))
+    with pytest.raises(ConfigError, match=match):
+        module.EngineGroup.create(ARGS, **keywords)
+    assert ray.removed == ray.groups and ray.actors == []
+
+
+def test_a_group_of_the_caller_that_does_not_fit_is_left_to_it(monkeypatch):
+    ray = use(monkeypatch, LocalRay())
+    group = LocalGroup([{"CPU": 1.0}, {"CPU": 2.0}], is_placed=False)
+    with pytest.raises(ConfigError, match="not reserved within 60 s; wait until it is ready"):
+        module.EngineGroup.create(ARGS, placement_group=group)
+    group.is_placed = True
+    with pytest.raises(ConfigError, match="above bundle 0"):
+        module.EngineGroup.create(ARGS, placement_group=group, resources={"CPU": 2})
+    assert ray.actors == []
+    module.EngineGroup.create(ARGS, placement_group=group, bundle_indices=[1], resources={"CPU": 2})
+    assert len(ray.actors) == 1 and ray.removed == []
+
+
+def test_an_engine_that_does_not_start_leaves_nothing_reserved(monkeypatch):
+    error = MemoryPlanError("too large", ways=({"max_total_tokens": 64},))
+    ray = use(monkeypatch, LocalRay({"CPU": 4.0}, {"CPU": 4.0}, start=RayTaskError(error)))
+    with pytest.raises(MemoryPlanError) as caught:
+        module.EngineGroup.create(ARGS, replicas=2)
+    assert caught.value is error and ray.removed == ray.groups and ray.killed == ray.actors
 
 
 class RefusingActor:
@@ -267,8 +385,7 @@ def test_a_group_that_was_shut_down_says_so(local_ray):
 
 @pytest.mark.parametrize("method", ["commit_weights", "update_weight_version"])
 def test_an_engine_that_has_died_leaves_no_other_held(monkeypatch, method):
-    ray = LocalRay()
-    monkeypatch.setattr(module, "import_ray", lambda name="ray": ray.exceptions if name == "ray.exceptions" else ray)
+    use(monkeypatch, LocalRay())
     living, dead = LocalActor(), LocalActor(is_dead=True)
     with pytest.raises(module.ReplicaLostError):
         getattr(module.EngineGroup([living, dead]), method)("new")
@@ -290,7 +407,7 @@ def test_an_engine_that_does_not_end_is_killed_after_a_time(monkeypatch):
         def kill(self, actor):
             killed.append(actor)
 
-    monkeypatch.setattr(module, "import_ray", lambda name="ray": SilentRay.exceptions if "." in name else SilentRay())
+    use(monkeypatch, SilentRay())
     actors = [types.SimpleNamespace(shutdown=Method(lambda result=result: result)) for result in (None, silent)]
     group = module.EngineGroup(actors)
     group.shutdown()

@@ -33,7 +33,7 @@ from routed_experts.engine.requests.token_ids import is_nested
 from routed_experts.fleet.follower_actor import start_followers
 from routed_experts.fleet.ray_runtime import actor_id, import_ray
 from routed_experts.fleet.settings import FleetSettings
-from routed_experts.fleet.spec import ReplicaSpec, group_template, host_bundle
+from routed_experts.fleet.spec import ReplicaSpec, check_resources, group_template, host_bundle
 from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.formats.wire import PAYLOAD_KEY, WEIGHTS_KEY
 from routed_experts.server.limits import ServerSettings
@@ -43,6 +43,7 @@ from routed_experts.server.limits import ServerSettings
 _GENERATION, _GENERATION_THREADS = "generation", 16
 _CONTROL_THREADS = 8
 _OTHER_UPDATE = ("weights_prepared", "update_in_progress")  # codes of an engine that another call has prepared
+PLACEMENT_S = 60.0  # in which the bundles of a group must be reserved
 SHUTDOWN_S = 20.0  # in which an engine ends by itself; then it is killed
 _T = TypeVar("_T")
 
@@ -186,28 +187,34 @@ class EngineGroup:
         nothing else is reserved: `bundle_indices` names a bundle for every process, those of one engine after another
         (default: the first ones), and `resources` is what a process takes of its bundle (default: all of it; a part,
         where a trainer shares it). Without a group one is made, and removed by `shutdown`. `parts`: placement,
-        speculative, experts. Raises ConfigError, also where no Ray runs: it is the caller's to start."""
+        speculative, experts.
+        Raises ConfigError, also where no Ray runs (it is the caller's to start), for what does not fit the Ray or a
+        bundle, and for a group whose bundles are not reserved within PLACEMENT_S; and what an engine raises that cannot
+        start. Then nothing is left of what was made here."""
         ray = import_ray()
         if not ray.is_initialized():
             raise ConfigError("EngineGroup.create without a Ray; call ray.init(...) first, in the driver of the job")
         settings = FleetSettings(num_replicas=replicas, ray_address="auto")
         spec = ReplicaSpec(args=args, server=ServerSettings(), fleet=settings, dist=dist or DistConfig(), **parts)
-        number = replicas * spec.dist.nnodes
-        owned = None
+        nnodes, number = spec.dist.nnodes, replicas * spec.dist.nnodes
+        owned, actors = None, list[Any]()
         if placement_group is None:
-            bundle = host_bundle(args.tp_size, spec.dist.nnodes, ray.cluster_resources())
+            total = ray.cluster_resources()
+            check_resources(spec, total, field="replicas")
+            bundle = host_bundle(args.tp_size, nnodes, total)
+            _check_taken(resources, {0: bundle})
             placement_group = owned = ray.util.placement_group([dict(bundle)] * number, strategy="PACK")
-        indices = _check_bundles(placement_group, bundle_indices, number)
-        ray.get(placement_group.ready())
-        actors = [
-            _start(spec, placement_group, indices[first : first + spec.dist.nnodes], resources)
-            for first in range(0, number, spec.dist.nnodes)
-        ]
-        group = EngineGroup(actors, owned_placement_group=owned)
         try:
+            indices = _check_bundles(placement_group, bundle_indices, number)
+            _check_taken(resources, {index: placement_group.bundle_specs[index] for index in indices[::nnodes]})
+            if not placement_group.wait(PLACEMENT_S):
+                raise _not_placed(spec, ray.available_resources(), is_owned=owned is not None)
+            for first in range(0, number, nnodes):
+                actors.append(_start(spec, placement_group, indices[first : first + nnodes], resources))
+            group = EngineGroup(actors, owned_placement_group=owned)
             group._all("ready")
         except BaseException:
-            group.shutdown()
+            EngineGroup(actors, owned_placement_group=owned).shutdown()
             raise
         return group
 
@@ -411,6 +418,30 @@ def _check_bundles(placement_group: Any, indices: Sequence[int] | None, number: 
         text = f"bundle_indices={found} for {number} processes and a placement group of {size} bundles"
         raise ConfigError(f"{text}; give each process a bundle of its own")
     return found
+
+
+def _check_taken(resources: Mapping[str, float] | None, bundles: Mapping[int, Mapping[str, float]]) -> None:
+    """Raise ConfigError for resources that one of these bundles, by index, does not have."""
+    for name, amount in (resources or {}).items():
+        if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 <= amount < float("inf"):
+            raise ConfigError(f"resources: {name}={short_repr(amount)} must be a number from 0 on")
+        for index, bundle in bundles.items():
+            if amount > bundle.get(name, 0.0):
+                listed = ", ".join(f"{kind}: {size:g}" for kind, size in bundle.items())
+                text = f"resources: {name}={amount:g} for an engine, above bundle {index} of its placement group"
+                raise ConfigError(f"{text} ({listed}); take at most what the bundle has, or give larger bundles")
+
+
+def _not_placed(spec: ReplicaSpec, free: Mapping[str, float], *, is_owned: bool) -> ConfigError:
+    """The error of a placement group that is not reserved in time."""
+    text = f"the placement group of the engines is not reserved within {PLACEMENT_S:g} s"
+    if not is_owned:
+        return ConfigError(f"{text}; wait until it is ready, then create the engines in it")
+    try:
+        check_resources(spec, free, field="replicas")
+    except ConfigError as error:
+        return ConfigError(f"{text}: {error}")
+    return ConfigError(f"{text}; lower replicas, or stop what else runs in this Ray")
 
 
 def _deal(values: Sequence[_T], number: int) -> list[list[_T]]:
