@@ -282,6 +282,20 @@ def test_options_with_a_value_a_prompt_go_with_their_prompts(local_ray):
     assert [len(call[0]) for actor in actors for call in actor.calls] == [2, 1, 2, 1, 1]
 
 
+def test_calls_of_several_threads_are_dealt_to_other_engines(local_ray):
+    actors = [GeneratingActor() for _ in range(3)]
+    group, inner = module.EngineGroup(actors), []
+    actors[0].generate.remote = lambda *call: inner or [inner.append(None), group.generate([[8], [9]])][1:]
+    group.generate([[5]])
+    assert [[call[0] for call in actor.calls] for actor in actors] == [[], [[[8]]], [[[9]]]]
+
+
+def test_a_group_travels_to_another_process(local_ray):
+    assert pickle.loads(pickle.dumps(module.EngineGroup(["one", "two"]))).actors == ["one", "two"]
+    pickle.loads(pickle.dumps(module.EngineGroup([], owned_placement_group="group"))).shutdown()
+    assert local_ray.removed == ["group"]
+
+
 class CheckingActor:
     """An engine that checks a call and generates nothing; its errors are pickled on their way, as Ray's are."""
 

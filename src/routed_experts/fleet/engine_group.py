@@ -4,10 +4,10 @@ Answers are plain dicts and NumPy arrays; Ray's object store carries them. Nothi
 framework has done that. Dims: S tokens, R rows, M MoE layers, K experts per token."""
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.core.weight_version import to_label
 from routed_experts.engine.requests.prompt_lists import PER_PROMPT, PromptCalls, split_by_prompt
 from routed_experts.engine.requests.token_ids import is_nested
+from routed_experts.fleet.dealing import Dealer, split
 from routed_experts.fleet.follower_actor import start_followers
 from routed_experts.fleet.ray_runtime import actor_id, import_ray
 from routed_experts.fleet.settings import FleetSettings
@@ -45,7 +46,6 @@ _CONTROL_THREADS = 8
 _OTHER_UPDATE = ("weights_prepared", "update_in_progress")  # codes of an engine that another call has prepared
 PLACEMENT_S = 60.0  # in which the bundles of a group must be reserved
 SHUTDOWN_S = 20.0  # in which an engine ends by itself; then it is killed
-_T = TypeVar("_T")
 
 
 class EngineActor:
@@ -163,12 +163,21 @@ class EngineActor:
 
 class EngineGroup:
     """Several engines, one actor each: `actors`. Its methods call all of them and raise what one raises;
-    ReplicaLostError for one that has ended, by itself or with one of its processes."""
+    ReplicaLostError for one that has ended, by itself or with one of its processes.
+
+    `generate` and `score` deal prompts evenly, in order. Those that are left over go to the engines that have the
+    fewest open prompts of this group, of equal ones to the first. So calls of several threads spread, and calls one
+    after another with as many prompts meet the same engines, with the prefixes and the drafts that these keep."""
 
     def __init__(self, actors: Sequence[Any], *, owned_placement_group: Any = None) -> None:
         self.actors = list(actors)
         self._ray = import_ray()
         self._owned_group = owned_placement_group
+        self._dealer = Dealer(len(self.actors))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The same engines for another process, which counts open prompts of its own."""
+        return functools.partial(EngineGroup, owned_placement_group=self._owned_group), (self.actors,)
 
     @staticmethod
     def create(
@@ -221,7 +230,7 @@ class EngineGroup:
     def generate(
         self, input_ids: Sequence[Sequence[int]], sampling_params: Mapping[str, object] | None = None, **options: Any
     ) -> list[dict[str, Any]]:
-        """Generate for prompts of token ids, which are divided evenly among the engines; n > 1 gives n results a
+        """Generate for prompts of token ids, which are dealt among the engines; n > 1 gives n results a
         prompt, in order. `options`: other keywords of `Engine.generate`, also with one value a prompt. Each result has
         `text`, `output_ids` and `meta_info`; with return_routed_experts also `routed_experts` (uint8 or uint16
         [R, M, K]), `start`, `layer_ids`, `version_spans` and `version_labels` (the label of each count); with
@@ -229,18 +238,21 @@ class EngineGroup:
         `Engine.generate` raises, and InvalidRequestError for `stream`, for prompts that are no lists of ids, and for
         one `rid` of several prompts."""
         actors, calls, results = self._living(), list[tuple[int, Any]](), list[dict[str, Any]]()
-        split, dealt = _deal_options(input_ids, {"sampling_params": sampling_params, **options}, len(actors))
+        options = {"sampling_params": sampling_params, **options}
+        prompts = _split_call(input_ids, options)
         first = 0
-        for actor, part, own in zip(actors, _deal(input_ids, len(actors)), dealt, strict=True):
-            if part:
-                params = own.pop("sampling_params")
-                calls.append((first, actor.generate.remote(part, params, own)))
-            first += len(part)
-        for first, call in calls:
-            try:
-                results += self._get([call])[0]
-            except InvalidRequestError as error:
-                raise_as(error, _at_own_prompt(error, split, first))
+        with self._dealer.dealt(len(input_ids)) as shares:
+            dealt = _deal_options(options, prompts.lists, shares)
+            for actor, part, own in zip(actors, split(input_ids, shares), dealt, strict=True):
+                if part:
+                    params = own.pop("sampling_params")
+                    calls.append((first, actor.generate.remote(part, params, own)))
+                first += len(part)
+            for first, call in calls:
+                try:
+                    results += self._get([call])[0]
+                except InvalidRequestError as error:
+                    raise_as(error, _at_own_prompt(error, prompts, first))
         return results
 
     def score(
@@ -251,18 +263,19 @@ class EngineGroup:
         replay_weights: bool = False,
         return_routed_experts: bool | None = None,
     ) -> list[dict[str, Any]]:
-        """Score sequences, which are divided evenly among the engines: `token_ids` (int32 [S]), `logprobs`
+        """Score sequences, which are dealt among the engines: `token_ids` (int32 [S]), `logprobs`
         (float32 [S-1]), `weight_version` (label), `update_count`, and the rows as in `generate`, with combine weights
         where they are recorded."""
         actors = self._living()
-        ids, rows = _deal(token_ids, len(actors)), None if routed is None else _deal(routed, len(actors))
         options = {"replay_weights": replay_weights, "return_routed_experts": return_routed_experts}
-        calls = [
-            actor.score.remote(part, None if rows is None else rows[index], options)
-            for index, (actor, part) in enumerate(zip(actors, ids, strict=True))
-            if part
-        ]
-        return [result for results in self._get(calls) for result in results]
+        with self._dealer.dealt(len(token_ids)) as shares:
+            rows = None if routed is None else split(routed, shares)
+            calls = [
+                actor.score.remote(part, None if rows is None else rows[index], options)
+                for index, (actor, part) in enumerate(zip(actors, split(token_ids, shares), strict=True))
+                if part
+            ]
+            return [result for results in self._get(calls) for result in results]
 
     def prepare_weights(self, path: str | Path, *, version: str | int | None = None) -> None:
         """Load and check a checkpoint on all engines beside what they serve. `version` is its label; None keeps the
@@ -444,18 +457,8 @@ def _not_placed(spec: ReplicaSpec, free: Mapping[str, float], *, is_owned: bool)
     return ConfigError(f"{text}; lower replicas, or stop what else runs in this Ray")
 
 
-def _deal(values: Sequence[_T], number: int) -> list[list[_T]]:
-    """Split into `number` runs of almost equal length, in order."""
-    share, extra = divmod(len(values), number)
-    bounds = [index * share + min(index, extra) for index in range(number + 1)]
-    return [list(values[low:high]) for low, high in itertools.pairwise(bounds)]
-
-
-def _deal_options(
-    prompts: Sequence[object], options: Mapping[str, Any], number: int
-) -> tuple[PromptCalls, list[dict[str, Any]]]:
-    """How the call is split by prompts, and the keywords of `Engine.generate` for each of `number` engines: those with
-    a value a prompt are dealt with the prompts. Raises InvalidRequestError for what no engine could see: see
+def _split_call(prompts: Sequence[object], options: Mapping[str, Any]) -> PromptCalls:
+    """How the call is split by prompts. Raises InvalidRequestError for what no engine could see: see
     EngineGroup.generate."""
     if options.get("stream"):
         text = f"{PARAM}=True is not served by an EngineGroup, which returns whole answers; leave it out"
@@ -467,16 +470,20 @@ def _deal_options(
         text = f"{PARAM}={short_repr(options['rid'])} is one id for {len(prompts)} prompts; give a list with an id each"
         raise InvalidRequestError(text, param="rid")
     own = {name: options[name] for name in (*PER_PROMPT, "token_ids_logprob") if name in options}
-    split = split_by_prompt(GenerateReqInput(**own), len(prompts), is_batch=True)
-    dealt = {name: _deal(options[name], number) for name in split.lists}
-    return split, [{**options, **{name: parts[index] for name, parts in dealt.items()}} for index in range(number)]
+    return split_by_prompt(GenerateReqInput(**own), len(prompts), is_batch=True)
 
 
-def _at_own_prompt(error: InvalidRequestError, split: PromptCalls, first: int) -> InvalidRequestError:
+def _deal_options(options: Mapping[str, Any], lists: Collection[str], shares: Sequence[int]) -> list[dict[str, Any]]:
+    """The keywords of `Engine.generate` for each engine: those with a value a prompt are dealt with the prompts."""
+    dealt = {name: split(options[name], shares) for name in lists}
+    return [{**options, **{name: parts[index] for name, parts in dealt.items()}} for index in range(len(shares))]
+
+
+def _at_own_prompt(error: InvalidRequestError, prompts: PromptCalls, first: int) -> InvalidRequestError:
     """The error of an engine whose prompts begin with prompt `first` of the call, with the index in the call."""
     if error.index is not None:
-        return error.at_prompt(first + error.index, split.prompt_field)
-    return split.error_at(error, first, FIELDS if "sampling_params" in split.lists else ())
+        return error.at_prompt(first + error.index, prompts.prompt_field)
+    return prompts.error_at(error, first, FIELDS if "sampling_params" in prompts.lists else ())
 
 
 def _translated(get: Callable[[], list[Any]]) -> list[Any]:
