@@ -80,3 +80,15 @@ def test_every_error_comes_whole_from_another_process(kind):
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy), copy.args, vars(copy)) == (kind, str(error), error.args, vars(error))
     assert (copy.code, copy.status) == (error.code, error.status)
+
+
+def test_an_alignment_error_is_about_the_sample_of_another_index():
+    error = module.RoutingAlignmentError(", token 3: no row", sample=1).at_sample(4)
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.sample, str(copy.at_sample(0))) == (
+        "sample 4, token 3: no row",
+        4,
+        "sample 0, token 3: no row",
+    )
+    whole = module.RoutingAlignmentError("routed holds none")
+    assert whole.at_sample(2) is whole

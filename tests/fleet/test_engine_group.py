@@ -1,5 +1,6 @@
 """EngineGroup with actors of this process in the place of Ray's."""
 
+import dataclasses
 import pickle
 import types
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from routed_experts.core.errors import (
+    PARAM,
     ConfigError,
     EngineDeadError,
     InvalidRequestError,
@@ -14,15 +16,18 @@ from routed_experts.core.errors import (
     PeerLostError,
     QueueFullError,
     ReplicaLostError,
+    RoutingAlignmentError,
     RoutingIncompleteError,
     UpdateInProgressError,
     WeightsMismatchError,
     WriteError,
+    prompt_index,
 )
 from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.requests.input_processor import InputProcessor, RequestLimits
 from routed_experts.fleet import engine_group as module
+from routed_experts.replay.check import check_record
 
 LIMITS = RequestLimits(context_length=32, pool_tokens=64, vocab_size=50, capture=None)
 
@@ -39,9 +44,22 @@ class RayTaskError(Exception):
         self.cause = cause
 
 
+class Reference:
+    """Of an outcome, which is made when it is first waited for."""
+
+    def __init__(self, make_outcome):
+        self.make_outcome, self.num_gets = make_outcome, 0
+
+
 class Method:
+    """A method of an actor; what the call raises as a value is raised by `get`."""
+
     def __init__(self, call):
-        self.remote = call
+        self.call = call
+
+    def remote(self, *arguments):
+        outcome = self.call(*arguments)
+        return outcome if isinstance(outcome, Reference) else Reference(lambda: outcome)
 
 
 class LocalActor:
@@ -119,16 +137,20 @@ class LocalRay:
         return self.actors[-1]
 
     def wait(self, calls, num_returns, timeout=None):
+        assert 0 < num_returns <= len(calls) == len(set(calls))
         return calls[:num_returns], calls[num_returns:]
 
     def kill(self, actor):
         self.killed.append(actor)
 
     def get(self, calls):
+        outcomes = []
         for call in calls:
-            if isinstance(call, Exception):
-                raise call
-        return list(calls)
+            call.num_gets += 1
+            outcomes.append(call.make_outcome())
+            if isinstance(outcomes[-1], BaseException):
+                raise outcomes[-1]
+        return outcomes
 
 
 def use(monkeypatch, ray):
@@ -260,7 +282,7 @@ class GeneratingActor:
         self.calls = []
         self.generate = Method(self._generate)
 
-    def _generate(self, input_ids, sampling_params, options):
+    def _generate(self, input_ids, sampling_params, options, call_id):
         self.calls.append((input_ids, sampling_params, options))
         return [tuple(ids) for ids in input_ids]
 
@@ -285,7 +307,7 @@ def test_options_with_a_value_a_prompt_go_with_their_prompts(local_ray):
 def test_calls_of_several_threads_are_dealt_to_other_engines(local_ray):
     actors = [GeneratingActor() for _ in range(3)]
     group, inner = module.EngineGroup(actors), []
-    actors[0].generate.remote = lambda *call: inner or [inner.append(None), group.generate([[8], [9]])][1:]
+    actors[0].generate = Method(lambda *call: inner or [inner.append(None), group.generate([[8], [9]])][1:])
     group.generate([[5]])
     assert [[call[0] for call in actor.calls] for actor in actors] == [[], [[[8]]], [[[9]]]]
 
@@ -301,9 +323,9 @@ class CheckingActor:
 
     def __init__(self):
         self.processor = InputProcessor(LIMITS, None, random_seed=0)
-        self.generate = Method(self._generate)
+        self.generate, self.abort = Method(self._generate), Method(lambda call_id: None)
 
-    def _generate(self, input_ids, sampling_params, options):
+    def _generate(self, input_ids, sampling_params, options, call_id):
         try:
             self.check(input_ids, sampling_params, options)
         except InvalidRequestError as error:
@@ -312,6 +334,113 @@ class CheckingActor:
 
     def check(self, input_ids, sampling_params, options):
         self.processor.process(GenerateReqInput(input_ids=input_ids, sampling_params=sampling_params, **options))
+
+
+class BusyActor:
+    """An engine whose `generate` ends when it is aborted, or when it is waited for, with this outcome."""
+
+    def __init__(self, outcome):
+        self.outcome, self.ids, self.aborted, self.references = outcome, [], [], []
+        self.generate, self.abort = Method(self._generate), Method(self.aborted.append)
+
+    def _generate(self, input_ids, sampling_params, options, call_id):
+        self.ids.append(call_id)
+        self.references.append(Reference(lambda: None if self.aborted else self.outcome))
+        return self.references[0]
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_an_engine_that_refuses_ends_the_parts_of_the_others(local_ray, index):
+    actors = [BusyActor([{}]) for _ in range(4)]
+    actors[index].outcome = RayTaskError(QueueFullError("full"))
+    with pytest.raises(QueueFullError):
+        module.EngineGroup(actors).generate([[5], [6], [7]], None, rid=["a", "b", "c"])
+    for actor in actors[:3]:
+        assert actor.ids == actors[0].ids and actor.aborted == (actor.ids if index < 2 else []), "others have ended"
+        assert [reference.num_gets for reference in actor.references] == [1], "Ray prints errors that are not read"
+    assert actors[3].ids == actors[3].aborted == []
+
+
+def test_a_caller_that_is_interrupted_ends_the_parts_of_all(local_ray):
+    actors = [BusyActor([{}]), BusyActor(KeyboardInterrupt()), BusyActor(RayTaskError(QueueFullError("full")))]
+    with pytest.raises(KeyboardInterrupt):
+        module.EngineGroup(actors).generate([[5], [6], [7]])
+    assert [actor.aborted for actor in actors] == [actor.ids for actor in actors]
+    assert all(actor.references[0].num_gets for actor in actors)
+
+
+def test_a_call_that_all_engines_answer_aborts_nothing(local_ray):
+    actors = [BusyActor([{"index": 0}, {"index": 1}]), BusyActor([{"index": 2}])]
+    group = module.EngineGroup(actors)
+    assert [result["index"] for result in group.generate([[5], [6], [7]])] == [0, 1, 2]
+    group.generate([[5], [6], [7]])
+    assert all(actor.aborted == [] and len(set(actor.ids)) == 2 for actor in actors)
+
+
+class ScoringActor:
+    """An engine that checks sequences and their records as Engine.score does, and scores none."""
+
+    def __init__(self):
+        self.score = Method(self._score)
+
+    def _score(self, token_ids, routed, options):
+        try:
+            for index, ids in enumerate(token_ids):
+                with prompt_index(index if len(token_ids) > 1 else None, "token_ids"):
+                    if 99 in ids:
+                        raise InvalidRequestError(f"{PARAM} holds the token id 99", param="token_ids")
+            for sample, record in enumerate(routed or []):
+                if record is not None:
+                    check_record(record, None, sample=sample, num_tokens=2)
+        except (InvalidRequestError, RoutingAlignmentError) as error:
+            return RayTaskError(pickle.loads(pickle.dumps(error)))
+        return [
+            {"token_ids": ids, "routed": record} for ids, record in zip(token_ids, routed or token_ids, strict=True)
+        ]
+
+
+PAIR = [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "routed", "kind", "text"),
+    [
+        ([PAIR, PAIR, [5, 99], PAIR, PAIR], None, InvalidRequestError, "token_ids[2] holds the token id 99"),
+        ([PAIR, PAIR, [5, 99]], None, InvalidRequestError, "token_ids[2] holds the token id 99"),
+        ([[5, 99]], None, InvalidRequestError, "token_ids holds the token id 99"),
+        ([PAIR] * 5, [None] * 4 + ["row"], RoutingAlignmentError, "sample 4: record is a str"),
+        ([PAIR] * 4, [None] * 3, RoutingAlignmentError, "routed holds 3 records for 4 sequences; give one each"),
+        ([PAIR], [None, None], RoutingAlignmentError, "routed holds 2 records for 1 sequences; give one each"),
+        (PAIR, None, InvalidRequestError, "token_ids must be a list of sequences, each a list of token ids; this is a"),
+        ("text", None, InvalidRequestError, "token_ids must be a list of sequences"),
+    ],
+)
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_an_error_of_a_score_names_the_sequence_of_the_call(local_ray, token_ids, routed, kind, text, number):
+    group = module.EngineGroup([ScoringActor() for _ in range(number)])
+    with pytest.raises(kind) as caught:
+        group.score(token_ids, routed=routed)
+    assert type(caught.value) is kind and str(caught.value).startswith(text)
+
+
+def test_scores_come_in_order_with_their_records(local_ray):
+    group = module.EngineGroup([ScoringActor(), ScoringActor()])
+    assert [score["token_ids"] for score in group.score([[1, 2], [3, 4], [5, 6]])] == [[1, 2], [3, 4], [5, 6]]
+    assert group.score([]) == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "number"),
+    [
+        ({"precompile_bs_paddings": (4,), "max_queued_requests": 12}, 16),
+        ({"max_running_requests": 64, "max_queued_requests": 100}, 164),
+        ({}, module.MAX_CALLS),
+    ],
+)
+def test_an_engine_takes_a_call_for_each_request_that_it_runs_or_queues(monkeypatch, sizes, number):
+    ray = use(monkeypatch, LocalRay({"CPU": 4.0}, {"CPU": 4.0}))
+    module.EngineGroup.create(dataclasses.replace(ARGS, **sizes))
+    assert ray.actors[0].options["generation"] == number
 
 
 GOOD, COLD, HOT = [1, 2, 3], {"temperature": 0.5}, {"temperature": -1.0}
@@ -362,6 +491,7 @@ def test_an_error_names_the_prompt_of_the_call_whichever_engine_has_it(local_ray
         ("text", {}, "input_ids", "token ids; this is 'text'"),
         ([[5], 6], {}, "input_ids", "must be a list of prompts"),
         ([[5], [6]], {"rid": "z"}, "rid", "rid='z' is one id for 2 prompts; give a list with an id each"),
+        ([[5], [6]], {"prediction": [5, 6]}, "prediction", "the expected answer to one prompt, and this call has 2"),
         ([[5], [6]], {"rid": ["z"]}, "rid", "rid has 1 values for 2 prompts"),
         ([[5], [6]], {"rid": ["z", "z"]}, "rid", "Duplicate request ID"),
         (
@@ -407,7 +537,7 @@ def test_an_engine_that_has_died_leaves_no_other_held(monkeypatch, method):
 
 
 def test_an_engine_that_does_not_end_is_killed_after_a_time(monkeypatch):
-    waits, killed, silent = [], [], object()
+    waits, killed, silent = [], [], Reference(lambda: None)
 
     class SilentRay(LocalRay):
         def get(self, calls, timeout=None):

@@ -268,9 +268,18 @@ class RoutingFormatError(RoutedExpertsError, ValueError):
 
 
 class RoutingAlignmentError(RoutedExpertsError, ValueError):
-    """Rows do not fit the tokens or the model they are replayed on; names sample, row and layer."""
+    """Rows do not fit the tokens or the model they are replayed on; names sample, row and layer. `sample`: the index
+    that the message begins with, None for a message without."""
 
     code = "routing_alignment"
+
+    def __init__(self, message: str, *, sample: int | None = None) -> None:
+        super().__init__(message if sample is None else f"sample {sample}{message}")
+        self.sample, self._of_sample = sample, message
+
+    def at_sample(self, sample: int) -> "RoutingAlignmentError":
+        """Return this error about the sample of another index."""
+        return self if self.sample in (None, sample) else RoutingAlignmentError(self._of_sample, sample=sample)
 
 
 class RoutingReplayError(RoutedExpertsError):

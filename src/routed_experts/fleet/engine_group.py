@@ -5,7 +5,9 @@ framework has done that. Dims: S tokens, R rows, M MoE layers, K experts per tok
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+import itertools
+import secrets
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +22,17 @@ from routed_experts.core.errors import (
     InvalidRequestError,
     ReplicaLostError,
     RoutedExpertsError,
+    RoutingAlignmentError,
     WeightsMismatchError,
-    raise_as,
 )
 from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import FIELDS
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.core.weight_version import to_label
-from routed_experts.engine.requests.prompt_lists import PER_PROMPT, PromptCalls, split_by_prompt
+from routed_experts.engine.requests.prompt_lists import PER_PROMPT, PromptCalls, check_prediction, split_by_prompt
 from routed_experts.engine.requests.token_ids import is_nested
+from routed_experts.fleet.abortable_calls import AbortableCalls
 from routed_experts.fleet.dealing import Dealer, split
 from routed_experts.fleet.follower_actor import start_followers
 from routed_experts.fleet.ray_runtime import actor_id, import_ray
@@ -37,14 +40,16 @@ from routed_experts.fleet.settings import FleetSettings
 from routed_experts.fleet.spec import ReplicaSpec, check_resources, group_template, host_bundle
 from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.formats.wire import PAYLOAD_KEY, WEIGHTS_KEY
+from routed_experts.replay.check import check_num_records
 from routed_experts.server.limits import ServerSettings
 
 # Calls of one engine at once. Those that wait for tokens have threads of their own: a pause or a push lets them wait,
 # and the call that ends it must get a thread meanwhile.
-_GENERATION, _GENERATION_THREADS = "generation", 16
-_CONTROL_THREADS = 8
+MAX_CALLS = 256  # that generate or score
+_GENERATION, _CONTROL_THREADS = "generation", 8
 _OTHER_UPDATE = ("weights_prepared", "update_in_progress")  # codes of an engine that another call has prepared
 PLACEMENT_S = 60.0  # in which the bundles of a group must be reserved
+ABORT_S = 10.0  # in which the calls of other engines end, once one has refused its part
 SHUTDOWN_S = 20.0  # in which an engine ends by itself; then it is killed
 
 
@@ -60,6 +65,7 @@ class EngineActor:
         if follower_bundles:
             group = import_ray("ray.util").get_current_placement_group()
             dist, self._followers = start_followers(spec, placement_group=group, bundle_indices=follower_bundles)
+        self._calls = AbortableCalls()
         self._failure: RoutedExpertsError | None = None  # raised here, Ray would hide it behind the actor's death
         try:
             self._engine = Engine(
@@ -79,13 +85,24 @@ class EngineActor:
         return self.stats()
 
     def generate(
-        self, input_ids: Sequence[Sequence[int]], sampling_params: Mapping[str, object] | None, options: dict[str, Any]
-    ) -> list[dict[str, Any]]:
-        """Generate for several prompts, each of token ids."""
-        results: Any = self._engine.generate(
-            input_ids=[list(ids) for ids in input_ids], sampling_params=sampling_params, **options
+        self,
+        input_ids: Sequence[Sequence[int]],
+        sampling_params: Mapping[str, object] | None,
+        options: dict[str, Any],
+        call_id: str,
+    ) -> list[dict[str, Any]] | None:
+        """Generate for several prompts, each of token ids. None where `abort` ended it."""
+        results: Any = self._calls.run(
+            call_id,
+            lambda: self._engine.async_generate(
+                input_ids=[list(ids) for ids in input_ids], sampling_params=sampling_params, **options
+            ),
         )
-        return [_with_arrays(result) for result in results]
+        return None if results is None else [_with_arrays(result) for result in results]
+
+    def abort(self, call_id: str) -> None:
+        """End the `generate` of this id, which may wait for a thread."""
+        self._calls.abort(call_id)
 
     def score(
         self,
@@ -236,24 +253,25 @@ class EngineGroup:
         [R, M, K]), `start`, `layer_ids`, `version_spans` and `version_labels` (the label of each count); with
         return_routed_experts_weights `routed_experts_weights` (float32 or bfloat16 [R, M, K]). Raises what
         `Engine.generate` raises, and InvalidRequestError for `stream`, for prompts that are no lists of ids, and for
-        one `rid` of several prompts."""
-        actors, calls, results = self._living(), list[tuple[int, Any]](), list[dict[str, Any]]()
+        one `rid` of several prompts. Where one engine raises, or the caller is interrupted, the requests of all are
+        aborted. An engine takes a call for each request that it runs or queues, MAX_CALLS at most; others wait."""
+        actors, call_id = self._living(), secrets.token_hex(8)
         options = {"sampling_params": sampling_params, **options}
         prompts = _split_call(input_ids, options)
-        first = 0
         with self._dealer.dealt(len(input_ids)) as shares:
             dealt = _deal_options(options, prompts.lists, shares)
-            for actor, part, own in zip(actors, split(input_ids, shares), dealt, strict=True):
-                if part:
-                    params = own.pop("sampling_params")
-                    calls.append((first, actor.generate.remote(part, params, own)))
-                first += len(part)
-            for first, call in calls:
-                try:
-                    results += self._get([call])[0]
-                except InvalidRequestError as error:
-                    raise_as(error, _at_own_prompt(error, prompts, first))
-        return results
+            parts = [
+                functools.partial(actor.generate.remote, part, own.pop("sampling_params"), own, call_id)
+                for actor, part, own in zip(actors, split(input_ids, shares), dealt, strict=True)
+            ]
+            return self._results(
+                parts,
+                shares,
+                at_own=lambda error, first: _at_own_prompt(error, prompts, first),
+                abort=lambda: [
+                    actor.abort.remote(call_id) for actor, share in zip(actors, shares, strict=True) if share
+                ],
+            )
 
     def score(
         self,
@@ -265,17 +283,21 @@ class EngineGroup:
     ) -> list[dict[str, Any]]:
         """Score sequences, which are dealt among the engines: `token_ids` (int32 [S]), `logprobs`
         (float32 [S-1]), `weight_version` (label), `update_count`, and the rows as in `generate`, with combine weights
-        where they are recorded."""
+        where they are recorded. Raises what `Engine.score` raises, and InvalidRequestError for what is no list of
+        sequences."""
         actors = self._living()
+        records = _check_sequences(token_ids, routed)
         options = {"replay_weights": replay_weights, "return_routed_experts": return_routed_experts}
         with self._dealer.dealt(len(token_ids)) as shares:
-            rows = None if routed is None else split(routed, shares)
-            calls = [
-                actor.score.remote(part, None if rows is None else rows[index], options)
-                for index, (actor, part) in enumerate(zip(actors, split(token_ids, shares), strict=True))
-                if part
+            rows = [None] * len(actors) if records is None else split(records, shares)
+            parts = [
+                functools.partial(actor.score.remote, ids, own, options)
+                for actor, ids, own in zip(actors, split(token_ids, shares), rows, strict=True)
             ]
-            return [result for results in self._get(calls) for result in results]
+            several = len(token_ids) > 1
+            return self._results(
+                parts, shares, at_own=lambda error, first: _at_own_sequence(error, first, several=several)
+            )
 
     def prepare_weights(self, path: str | Path, *, version: str | int | None = None) -> None:
         """Load and check a checkpoint on all engines beside what they serve. `version` is its label; None keeps the
@@ -351,7 +373,15 @@ class EngineGroup:
             self._owned_group = None
 
     def _all(self, method: str, *arguments: Any) -> list[Any]:
-        return self._get([getattr(actor, method).remote(*arguments) for actor in self._living()])
+        """The results of a call of every engine. Raises ReplicaLostError for an engine that has ended, or the error
+        that a call raised."""
+        outcomes = self._settle(
+            [functools.partial(getattr(actor, method).remote, *arguments) for actor in self._living()]
+        )
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+        return outcomes
 
     def _living(self) -> list[Any]:
         """The engines. Raises EngineDeadError after `shutdown`."""
@@ -359,10 +389,62 @@ class EngineGroup:
             raise EngineDeadError("this EngineGroup has no engine, for it was shut down; create another one")
         return self.actors
 
-    def _get(self, calls: Sequence[Any]) -> list[Any]:
-        """The results of calls. Raises ReplicaLostError for an engine that has ended, or the error that a call
-        raised."""
-        return _translated(lambda: self._ray.get(list(calls)))
+    def _results(
+        self,
+        parts: Sequence[Callable[[], Any]],
+        shares: Sequence[int],
+        *,
+        at_own: Callable[[RoutedExpertsError, int], RoutedExpertsError],
+        abort: Callable[[], list[Any]] = list[Any],
+    ) -> list[dict[str, Any]]:
+        """The results of all prompts, in order, of a call whose parts have so many each. `at_own`: the error of a part
+        whose prompts begin with this one of the call, with the index in the call."""
+        firsts = list(itertools.accumulate(shares, initial=0))
+        asked = [index for index, share in enumerate(shares) if share]
+        results = list[dict[str, Any]]()
+        for index, outcome in zip(asked, self._settle([parts[index] for index in asked], abort), strict=True):
+            if isinstance(outcome, Exception):
+                named = at_own(outcome, firsts[index]) if isinstance(outcome, RoutedExpertsError) else outcome
+                if named is outcome:
+                    raise outcome
+                raise named from outcome
+            results += outcome or []  # None: aborted, for another part raises
+        return results
+
+    def _settle(self, starts: Sequence[Callable[[], Any]], abort: Callable[[], list[Any]] = list[Any]) -> list[Any]:
+        """Start calls; what each has returned or raised, in order. At the first error, and where the caller is
+        interrupted, `abort` ends the others; one that has not ended by then, or within ABORT_S of an abort, is None.
+        Every outcome is read: Ray prints errors that are not."""
+        calls, outcomes = list[Any](), dict[Any, Any]()
+        try:
+            for start in starts:
+                calls.append(start())
+            pending = calls
+            while pending and not any(isinstance(outcome, Exception) for outcome in outcomes.values()):
+                ready, pending = self._ray.wait(pending, num_returns=1)
+                outcomes |= {call: self._outcome(call) for call in ready}
+        except BaseException:
+            self._end([call for call in calls if call not in outcomes], abort)
+            raise
+        if pending:
+            outcomes |= self._end(pending, abort)
+        return [outcomes.get(call) for call in calls]
+
+    def _end(self, calls: Sequence[Any], abort: Callable[[], list[Any]]) -> dict[Any, Any]:
+        """Abort calls; the outcomes of those that end."""
+        aborts = abort()
+        both = [*calls, *aborts]
+        if not both:
+            return {}
+        ready, _ = self._ray.wait(both, num_returns=len(both), timeout=ABORT_S if aborts else 0)
+        return {call: self._outcome(call) for call in ready}
+
+    def _outcome(self, call: Any) -> Any:
+        """What a call that has ended returned or raised."""
+        try:
+            return _translated(lambda: self._ray.get([call])[0])
+        except Exception as error:  # the caller decides
+            return error
 
     def _outcomes(
         self, method: str, *arguments: Any, indices: Sequence[int] | None = None
@@ -371,14 +453,8 @@ class EngineGroup:
         actors = self._living()
         chosen = range(len(actors)) if indices is None else indices
         calls = {index: getattr(actors[index], method).remote(*arguments) for index in chosen}
-        outcomes: dict[int, Exception | None] = {}
-        for index, call in calls.items():
-            try:
-                self._get([call])
-                outcomes[index] = None
-            except Exception as error:  # the caller decides
-                outcomes[index] = error
-        return outcomes
+        outcomes = {index: self._outcome(call) for index, call in calls.items()}
+        return {index: outcome if isinstance(outcome, Exception) else None for index, outcome in outcomes.items()}
 
     @staticmethod
     def _raise_failed(outcomes: Mapping[int, Exception | None]) -> None:
@@ -405,7 +481,7 @@ def _start(
     strategy = strategies.PlacementGroupSchedulingStrategy(
         placement_group=placement_group, placement_group_bundle_index=indices[0]
     )
-    actor = _remote_class(ray).options(
+    actor = _remote_class(ray, _num_calls(spec.args)).options(
         num_cpus=num_cpus,
         num_gpus=num_gpus,
         resources=taken,
@@ -416,11 +492,17 @@ def _start(
     return actor.remote(spec, list(indices[1:]))
 
 
-def _remote_class(ray: Any) -> Any:
+def _num_calls(args: ServerArgs) -> int:
+    """Calls of one engine that generate or score at once, each in a thread: one for each request that it may run or
+    queue, within MAX_CALLS."""
+    return min(args.dp_size * args.running_limit + args.max_queued_requests, MAX_CALLS)
+
+
+def _remote_class(ray: Any, num_calls: int) -> Any:
     """EngineActor as Ray makes it: `generate` and `score` run in threads that no other call takes."""
     for method in (EngineActor.generate, EngineActor.score):
         ray.method(concurrency_group=_GENERATION)(method)
-    return ray.remote(concurrency_groups={_GENERATION: _GENERATION_THREADS})(EngineActor)
+    return ray.remote(concurrency_groups={_GENERATION: num_calls})(EngineActor)
 
 
 def _check_bundles(placement_group: Any, indices: Sequence[int] | None, number: int) -> list[int]:
@@ -469,6 +551,7 @@ def _split_call(prompts: Sequence[object], options: Mapping[str, Any]) -> Prompt
     if isinstance(options.get("rid"), str) and len(prompts) > 1:
         text = f"{PARAM}={short_repr(options['rid'])} is one id for {len(prompts)} prompts; give a list with an id each"
         raise InvalidRequestError(text, param="rid")
+    check_prediction(options.get("prediction"), len(prompts))
     own = {name: options[name] for name in (*PER_PROMPT, "token_ids_logprob") if name in options}
     return split_by_prompt(GenerateReqInput(**own), len(prompts), is_batch=True)
 
@@ -479,11 +562,37 @@ def _deal_options(options: Mapping[str, Any], lists: Collection[str], shares: Se
     return [{**options, **{name: parts[index] for name, parts in dealt.items()}} for index in range(len(shares))]
 
 
-def _at_own_prompt(error: InvalidRequestError, prompts: PromptCalls, first: int) -> InvalidRequestError:
+def _at_own_prompt(error: RoutedExpertsError, prompts: PromptCalls, first: int) -> RoutedExpertsError:
     """The error of an engine whose prompts begin with prompt `first` of the call, with the index in the call."""
+    if not isinstance(error, InvalidRequestError):
+        return error
     if error.index is not None:
         return error.at_prompt(first + error.index, prompts.prompt_field)
     return prompts.error_at(error, first, FIELDS if "sampling_params" in prompts.lists else ())
+
+
+def _check_sequences(
+    token_ids: Sequence[object], routed: Sequence[RoutedExperts | None] | None
+) -> list[RoutedExperts | None] | None:
+    """The records of a score. Raises InvalidRequestError for what is no list of sequences, RoutingAlignmentError for
+    another number of records."""
+    if not isinstance(token_ids, list | tuple | np.ndarray) or not (len(token_ids) == 0 or is_nested(token_ids)):
+        text = f"{PARAM} must be a list of sequences, each a list of token ids; this is {short_repr(token_ids)}"
+        raise InvalidRequestError(text, param="token_ids")
+    if routed is None:
+        return None
+    records: list[Any] = list(routed) if isinstance(routed, Iterable) else [routed]
+    check_num_records(len(records), len(token_ids))
+    return records
+
+
+def _at_own_sequence(error: RoutedExpertsError, first: int, *, several: bool) -> RoutedExpertsError:
+    """The error of an engine whose sequences begin with sequence `first` of the call, with the index in the call."""
+    if isinstance(error, RoutingAlignmentError):
+        return error if error.sample is None else error.at_sample(first + error.sample)
+    if not isinstance(error, InvalidRequestError) or not several or error.param != "token_ids":
+        return error
+    return error.at_prompt(first + (error.index or 0), "token_ids")
 
 
 def _translated(get: Callable[[], list[Any]]) -> list[Any]:
