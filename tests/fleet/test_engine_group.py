@@ -318,6 +318,29 @@ def test_a_group_travels_to_another_process(local_ray):
     assert local_ray.removed == ["group"]
 
 
+class RememberingActor:
+    """An engine that notes the answers it is given, and what it flushes."""
+
+    def __init__(self, freed):
+        self.rollouts, self.flushes = [], []
+        self.remember_rollouts = Method(lambda *rollout: self.rollouts.append(rollout))
+        self.flush_cache = Method(lambda *how: self.flushes.append(how) or freed)
+
+
+def test_rollouts_and_flushes_meet_all_engines(local_ray):
+    actors = [RememberingActor(3), RememberingActor(5)]
+    group = module.EngineGroup(actors)
+    group.remember_rollouts([1, 2], [3], seed=7, extra_key="a")
+    group.remember_rollouts([1, 2], [4], choice=1)
+    assert group.flush_cache(drafts=True) == group.flush_cache(retract=True) == [3, 5]
+    for actor in actors:
+        assert actor.rollouts == [([1, 2], [3], 7, 0, "a"), ([1, 2], [4], None, 1, None)]
+        assert actor.flushes == [(True, False), (False, True)]
+    actors[1].remember_rollouts = Method(lambda *rollout: RayTaskError(InvalidRequestError("no", param="seed")))
+    with pytest.raises(InvalidRequestError, match="no"):
+        group.remember_rollouts([1], [2], seed=-1)
+
+
 class CheckingActor:
     """An engine that checks a call and generates nothing; its errors are pickled on their way, as Ray's are."""
 
@@ -516,6 +539,8 @@ def test_a_group_that_was_shut_down_says_so(local_ray):
     calls = [
         lambda: group.generate([[5]]),
         lambda: group.score([[5, 6]]),
+        lambda: group.remember_rollouts([5], [6]),
+        group.flush_cache,
         lambda: group.prepare_weights("new"),
         lambda: group.commit_weights("new"),
         lambda: group.update_weight_version("new"),

@@ -2,7 +2,6 @@
 
 import asyncio
 import collections
-import functools
 import threading
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -41,7 +40,7 @@ class AbortableCalls:
             if call_id in self._early:
                 self._early.remove(call_id)
                 return None
-            self._cancels[call_id] = functools.partial(loop.call_soon_threadsafe, task.cancel)
+            self._cancels[call_id] = lambda: loop.call_soon_threadsafe(task.cancel)
         try:
             return await make_call()
         except asyncio.CancelledError:

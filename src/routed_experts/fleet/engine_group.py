@@ -123,6 +123,21 @@ class EngineActor:
             for output in outputs
         ]
 
+    def remember_rollouts(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        seed: int | None,
+        choice: int,
+        extra_key: str | None,
+    ) -> None:
+        """`Engine.remember_rollouts`."""
+        self._engine.remember_rollouts(prompt_ids, output_ids, seed=seed, choice=choice, extra_key=extra_key)
+
+    def flush_cache(self, drafts: bool, retract: bool) -> int:
+        """`Engine.flush_cache`."""
+        return self._engine.flush_cache(drafts=drafts, retract=retract)
+
     def prepare_weights(self, path: str, version: str | int | None) -> None:
         """`Engine.prepare_weights`."""
         self._engine.prepare_weights(path, version=version)
@@ -298,6 +313,23 @@ class EngineGroup:
             return self._results(
                 parts, shares, at_own=lambda error, first: _at_own_sequence(error, first, several=several)
             )
+
+    def remember_rollouts(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        *,
+        seed: int | None = None,
+        choice: int = 0,
+        extra_key: str | None = None,
+    ) -> None:
+        """`Engine.remember_rollouts` on all engines, for any of them may get the prompt next. Answers that an engine
+        remembers by itself are drafts in this engine alone."""
+        self._all("remember_rollouts", prompt_ids, output_ids, seed, choice, extra_key)
+
+    def flush_cache(self, *, drafts: bool = False, retract: bool = False) -> list[int]:
+        """`Engine.flush_cache` on all engines; returns the pages that each has freed."""
+        return self._all("flush_cache", drafts, retract)
 
     def prepare_weights(self, path: str | Path, *, version: str | int | None = None) -> None:
         """Load and check a checkpoint on all engines beside what they serve. `version` is its label; None keeps the
