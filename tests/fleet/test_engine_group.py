@@ -50,6 +50,9 @@ class Reference:
     def __init__(self, make_outcome):
         self.make_outcome, self.num_gets = make_outcome, 0
 
+    def future(self):
+        self.num_gets += 1
+
 
 class Method:
     """A method of an actor; what the call raises as a value is raised by `get`."""
@@ -138,6 +141,7 @@ class LocalRay:
 
     def wait(self, calls, num_returns, timeout=None):
         assert 0 < num_returns <= len(calls) == len(set(calls))
+        num_returns = 0 if timeout == 0 else num_returns  # without a time for it nothing ends
         return calls[:num_returns], calls[num_returns:]
 
     def kill(self, actor):
@@ -382,6 +386,14 @@ def test_an_engine_that_refuses_ends_the_parts_of_the_others(local_ray, index):
         assert actor.ids == actors[0].ids and actor.aborted == (actor.ids if index < 2 else []), "others have ended"
         assert [reference.num_gets for reference in actor.references] == [1], "Ray prints errors that are not read"
     assert actors[3].ids == actors[3].aborted == []
+
+
+def test_an_outcome_after_an_error_is_read_too(local_ray):
+    late = Reference(lambda: None)
+    actors = [RefusingActor(RayTaskError(InvalidRequestError("no"))), RefusingActor(late)]
+    with pytest.raises(InvalidRequestError):
+        module.EngineGroup(actors).stats()
+    assert late.num_gets == 1
 
 
 def test_a_caller_that_is_interrupted_ends_the_parts_of_all(local_ray):

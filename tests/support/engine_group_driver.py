@@ -131,7 +131,8 @@ def check_weights(group, folder):
 def check_memory(group):
     freed = group.flush_cache(drafts=True)
     assert len(freed) == 2 and all(pages > 0 for pages in freed), freed
-    error = raised(InvalidRequestError, lambda: group.remember_rollouts(PROMPTS[0], [5]))
+    for _ in range(20):  # of whose two errors one comes late, and is read all the same
+        error = raised(InvalidRequestError, lambda: group.remember_rollouts(PROMPTS[0], [5]))
     assert error.param == "speculative_scope" and "takes no answers as drafts" in str(error)
     group.pause()
     assert [stats["paused"] for stats in group.stats()] == ["retract"] * 2

@@ -468,7 +468,9 @@ class EngineGroup:
         both = [*calls, *aborts]
         if not both:
             return {}
-        ready, _ = self._ray.wait(both, num_returns=len(both), timeout=ABORT_S if aborts else 0)
+        ready, left = self._ray.wait(both, num_returns=len(both), timeout=ABORT_S if aborts else 0)
+        for call in left:
+            call.future()  # reads it once it has ended
         return {call: self._outcome(call) for call in ready}
 
     def _outcome(self, call: Any) -> Any:
