@@ -6,7 +6,7 @@ import pytest
 
 from routed_experts import ServerArgs, SpeculativeConfig
 from routed_experts.core.errors import InvalidRequestError
-from routed_experts.fleet import engine_group as module
+from routed_experts.fleet import engine_actor as module
 from routed_experts.fleet.settings import FleetSettings
 from routed_experts.fleet.spec import ReplicaSpec
 from routed_experts.server.limits import ServerSettings
