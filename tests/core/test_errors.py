@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 
+from routed_experts.core import errors as module
 from routed_experts.core.errors import (
     PARAM,
     CaptureDisabledError,
@@ -67,3 +68,27 @@ def test_an_error_with_names_can_be_pickled():
     copy = pickle.loads(pickle.dumps(error.at_prompt(1)))
     assert (str(copy), copy.param, copy.index) == ("prompt[1]: fewest or max", "fewest", 1)
     assert str(copy.with_names({"max": "largest"})) == "prompt[1]: fewest or largest"
+
+
+ERRORS = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+KEYWORDS = {"MemoryPlanError": {"ways": ({"max_total_tokens": 512}, {"tp_size": 2})}}
+
+
+@pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
+def test_every_error_comes_whole_from_another_process(kind):
+    error = kind("what came, and what to do", **KEYWORDS.get(kind.__name__, {}))
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), copy.args, vars(copy)) == (kind, str(error), error.args, vars(error))
+    assert (copy.code, copy.status) == (error.code, error.status)
+
+
+def test_an_alignment_error_is_about_the_sample_of_another_index():
+    error = module.RoutingAlignmentError(", token 3: no row", sample=1).at_sample(4)
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.sample, str(copy.at_sample(0))) == (
+        "sample 4, token 3: no row",
+        4,
+        "sample 0, token 3: no row",
+    )
+    whole = module.RoutingAlignmentError("routed holds none")
+    assert whole.at_sample(2) is whole

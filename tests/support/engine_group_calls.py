@@ -13,21 +13,26 @@ import threading
 import ray
 
 from routed_experts import InvalidRequestError, ReplicaLostError, ServerArgs
+from routed_experts.fleet import engine_group
 from routed_experts.fleet.engine_group import EngineGroup, processes
 from support.engine_group_driver import GREEDY, SIZES, raised
 from support.fleet_process import FOLLOWER, actors
 
 LIMIT_S = 40.0  # of a call that must come back
-NUM_CALLERS = 24  # more than an engine has threads for calls that generate
+FEW_CALLS = 16  # threads of an engine for calls that generate; the engines of FOLLOWED have as many as they like
+NUM_CALLERS = 24
 
 
 def main(spec):
     folder = spec["folders"]
     ray.init(address=spec["address"], namespace="trainer", log_to_driver=False)
+    most = engine_group.MAX_CALLS
     plain = [name for name in spec["checks"] if name not in FOLLOWED]
     if plain:
         args = ServerArgs(model_path=f"{folder}/w0", **SIZES)
+        engine_group.MAX_CALLS = FEW_CALLS
         group = EngineGroup.create(args, replicas=2, resources={"CPU": 1})
+        engine_group.MAX_CALLS = most
         try:
             for name in plain:
                 CHECKS[name](group, folder)
@@ -111,7 +116,7 @@ def check_push_under_load(group, folder):
 def check_pause_with_many_waiting(group, folder):
     within(lambda: group.pause("in_place"))
     callers = Callers(group)
-    wait_accepted(group, 16)
+    wait_accepted(group, FEW_CALLS)
     within(group.resume)
     callers.stop()
 
@@ -119,7 +124,7 @@ def check_pause_with_many_waiting(group, folder):
 def check_release_with_many_waiting(group, folder):
     within(lambda: group.release_memory(["kv_cache"]))
     callers = Callers(group)
-    wait_accepted(group, 16)
+    wait_accepted(group, FEW_CALLS)
     within(group.resume_memory)
     callers.stop()
 
@@ -151,7 +156,48 @@ def check_options_with_a_value_a_prompt(group, folder):
     assert [len(result["output_ids"]) for result in results] == [2, 3, 4]
 
 
+def wait_ended(group):
+    """Wait until every engine has ended all that it has taken; it need not run."""
+    clock = threading.Event()
+    for _ in range(100):
+        stats = within(group.stats)
+        if all(entry["accepted"] == sum(entry["finished"].values()) for entry in stats):
+            return [entry["finished"] for entry in stats]
+        clock.wait(0.05)
+    raise AssertionError(stats)
+
+
+def check_a_refusal_leaves_no_request(group, folder):
+    within(lambda: group.pause("in_place"))
+    before = wait_ended(group)
+    prompts = [[5, 6, 7, 8], [5, 6, 7, 9], [5, 6, 7, 10], [5, 99999]]
+    for rids in (None, ["a", "b", "c", "d"]):
+        error = raised(InvalidRequestError, lambda rids=rids: within(lambda: group.generate(prompts, GREEDY, rid=rids)))
+        assert error.index == 3, error
+    after = wait_ended(group)
+    assert [entry.get("length", 0) for entry in after] == [entry.get("length", 0) for entry in before]
+    within(group.resume)
+    assert len(within(lambda: group.generate(prompts[:3], GREEDY, rid=["a", "b", "c"]))) == 3
+
+
+def check_an_interrupt_leaves_no_request(group, folder):
+    within(lambda: group.pause("in_place"))
+
+    def interrupt():
+        wait_accepted(group, 2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    raised(KeyboardInterrupt, lambda: group.generate([[5, 6, 7, number] for number in range(4)], GREEDY))
+    thread.join(LIMIT_S)
+    wait_ended(group)
+    within(group.resume)
+
+
 CHECKS = {
+    "refused": check_a_refusal_leaves_no_request,
+    "interrupted": check_an_interrupt_leaves_no_request,
     "options": check_options_with_a_value_a_prompt,
     "prepared": check_a_second_preparation_costs_the_first_nothing,
     "samples": check_samples_without_a_seed_differ,
@@ -171,7 +217,15 @@ def check_the_death_of_a_follower(group, folder, ray_pid):
         assert error.code == "replica_lost" and "\x1b" not in str(error), str(error)
 
 
-FOLLOWED = {"follower": check_the_death_of_a_follower}
+def check_many_calls_wait_at_once(group, folder, ray_pid):
+    within(lambda: group.pause("in_place"))
+    callers = Callers(group)
+    wait_accepted(group, 2 * NUM_CALLERS)
+    within(group.resume)
+    callers.stop()
+
+
+FOLLOWED = {"follower": check_the_death_of_a_follower, "many": check_many_calls_wait_at_once}
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))

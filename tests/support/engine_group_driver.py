@@ -3,6 +3,7 @@
 It prints {"passed": true}. `python -m support.engine_group_driver SPEC`, SPEC a JSON object
 with the address of a Ray and the folder of weights."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -13,6 +14,8 @@ import numpy as np
 import ray
 
 from routed_experts import ConfigError, InvalidRequestError, ReplicaLostError, ServerArgs, WeightsMismatchError
+from routed_experts.core.errors import MemoryPlanError
+from routed_experts.fleet import engine_group
 from routed_experts.fleet.engine_group import EngineGroup, processes
 from routed_experts.fleet.start import application
 from support.process_groups import Stopwatch
@@ -37,6 +40,7 @@ def main(spec):
         assert "bundle_indices=" in str(raised(ConfigError, create))
     absent = functools.partial(EngineGroup.create, ServerArgs(model_path=f"{folder}/absent", **SIZES))
     assert "absent" in str(raised(ConfigError, lambda: absent(placement_group=placement_group, replicas=2)))
+    check_what_does_not_fit(args)
     group = EngineGroup.create(args, placement_group=placement_group, bundle_indices=[2, 0], replicas=2)
     assert ray.available_resources()["CPU"] == free, "it reserves nothing beside the group"
     check_answers(group)
@@ -65,6 +69,23 @@ def raised(kind, call):
     except kind as error:
         return error
     raise AssertionError(f"no {kind.__name__}")
+
+
+def check_what_does_not_fit(args):
+    """Of four CPUs the group of this driver has three."""
+    engine_group.PLACEMENT_S = 2.0
+    for keywords, text in (
+        ({"replicas": 9}, "replicas=9 do not fit (CPU: 9 needed, 4 free); set replicas=4"),
+        ({"replicas": 3}, "not reserved within 2 s: replicas=3 do not fit (CPU: 3 needed, 1 free); set replicas=1"),
+        ({"resources": {"CPU": 2}}, "CPU=2 for an engine, above bundle 0"),
+    ):
+        error = raised(ConfigError, functools.partial(EngineGroup.create, args, **keywords))
+        assert text in str(error), error
+    large = dataclasses.replace(args, max_total_tokens=10**12)
+    error = raised(MemoryPlanError, lambda: EngineGroup.create(large))
+    assert error.ways and "max_total_tokens" in str(error), error
+    states = [entry["state"] for entry in ray.util.placement_group_table().values()]
+    assert states.count("CREATED") == 1 and "PENDING" not in states, states
 
 
 def check_answers(group):
@@ -108,6 +129,11 @@ def check_weights(group, folder):
 
 
 def check_memory(group):
+    freed = group.flush_cache(drafts=True)
+    assert len(freed) == 2 and all(pages > 0 for pages in freed), freed
+    for _ in range(20):  # of whose two errors one comes late, and is read all the same
+        error = raised(InvalidRequestError, lambda: group.remember_rollouts(PROMPTS[0], [5]))
+    assert error.param == "speculative_scope" and "takes no answers as drafts" in str(error)
     group.pause()
     assert [stats["paused"] for stats in group.stats()] == ["retract"] * 2
     group.release_memory(["kv_cache"])

@@ -4,10 +4,11 @@ Each class has one HTTP status and one stable code. A message says what was rece
 do, in one line."""
 
 import contextlib
+import functools
 import re
 from collections.abc import Generator, Mapping
 from types import MappingProxyType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 # The slot for the field's name in the message of an InvalidRequestError; the repr() of a value never holds it.
 PARAM = "\0param\0"
@@ -55,6 +56,10 @@ class MemoryPlanError(MachineError):
     def __init__(self, message: str, *, ways: tuple[Mapping[str, int | float], ...]) -> None:
         super().__init__(message)
         self.ways = ways
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle with `ways`, which Exception would leave out of the call that makes the copy."""
+        return functools.partial(type(self), ways=self.ways), self.args, self.__dict__
 
 
 class CheckpointError(ConfigError):
@@ -263,9 +268,18 @@ class RoutingFormatError(RoutedExpertsError, ValueError):
 
 
 class RoutingAlignmentError(RoutedExpertsError, ValueError):
-    """Rows do not fit the tokens or the model they are replayed on; names sample, row and layer."""
+    """Rows do not fit the tokens or the model they are replayed on; names sample, row and layer. `sample`: the index
+    that the message begins with, None for a message without."""
 
     code = "routing_alignment"
+
+    def __init__(self, message: str, *, sample: int | None = None) -> None:
+        super().__init__(message if sample is None else f"sample {sample}{message}")
+        self.sample, self._of_sample = sample, message
+
+    def at_sample(self, sample: int) -> "RoutingAlignmentError":
+        """Return this error about the sample of another index."""
+        return self if self.sample in (None, sample) else RoutingAlignmentError(self._of_sample, sample=sample)
 
 
 class RoutingReplayError(RoutedExpertsError):

@@ -3,11 +3,12 @@
 Answers are plain dicts and NumPy arrays; Ray's object store carries them. Nothing here starts or joins a Ray: the
 framework has done that. Dims: S tokens, R rows, M MoE layers, K experts per token."""
 
-import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -20,154 +21,51 @@ from routed_experts.core.errors import (
     InvalidRequestError,
     ReplicaLostError,
     RoutedExpertsError,
+    RoutingAlignmentError,
     WeightsMismatchError,
-    raise_as,
 )
 from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import FIELDS
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.core.weight_version import to_label
-from routed_experts.engine.requests.prompt_lists import PER_PROMPT, PromptCalls, split_by_prompt
+from routed_experts.engine.requests.prompt_lists import PER_PROMPT, PromptCalls, check_prediction, split_by_prompt
 from routed_experts.engine.requests.token_ids import is_nested
-from routed_experts.fleet.follower_actor import start_followers
-from routed_experts.fleet.ray_runtime import actor_id, import_ray
+from routed_experts.fleet.dealing import Dealer, split
+from routed_experts.fleet.engine_actor import EngineActor
+from routed_experts.fleet.ray_runtime import import_ray
 from routed_experts.fleet.settings import FleetSettings
-from routed_experts.fleet.spec import ReplicaSpec, group_template, host_bundle
-from routed_experts.formats.meta_info import record_from_meta_info
-from routed_experts.formats.wire import PAYLOAD_KEY, WEIGHTS_KEY
+from routed_experts.fleet.spec import ReplicaSpec, check_resources, group_template, host_bundle
+from routed_experts.replay.check import check_num_records
 from routed_experts.server.limits import ServerSettings
 
 # Calls of one engine at once. Those that wait for tokens have threads of their own: a pause or a push lets them wait,
 # and the call that ends it must get a thread meanwhile.
-_GENERATION, _GENERATION_THREADS = "generation", 16
-_CONTROL_THREADS = 8
+MAX_CALLS = 256  # that generate or score
+_GENERATION, _CONTROL_THREADS = "generation", 8
 _OTHER_UPDATE = ("weights_prepared", "update_in_progress")  # codes of an engine that another call has prepared
+PLACEMENT_S = 60.0  # in which the bundles of a group must be reserved
+ABORT_S = 10.0  # in which the calls of other engines end, once one has refused its part
 SHUTDOWN_S = 20.0  # in which an engine ends by itself; then it is killed
-_T = TypeVar("_T")
-
-
-class EngineActor:
-    """One engine in a process of its own, with its followers in the bundles after its own."""
-
-    def __init__(self, spec: ReplicaSpec, follower_bundles: list[int]) -> None:
-        from routed_experts.engine.engine import Engine
-        from routed_experts.execution.absent_tpu import skip_absent_tpu
-
-        skip_absent_tpu()
-        dist, self._followers = None, list[Any]()
-        if follower_bundles:
-            group = import_ray("ray.util").get_current_placement_group()
-            dist, self._followers = start_followers(spec, placement_group=group, bundle_indices=follower_bundles)
-        self._failure: RoutedExpertsError | None = None  # raised here, Ray would hide it behind the actor's death
-        try:
-            self._engine = Engine(
-                **dataclasses.asdict(spec.args),
-                **spec.parts,
-                experts=spec.experts,
-                dist=dist,
-                seed_stream=actor_id(),
-            )
-        except RoutedExpertsError as error:
-            self._failure = error
-
-    def ready(self) -> dict[str, object]:
-        """Wait until the engine is ready; returns its stats. Raises why it could not start."""
-        if self._failure is not None:
-            raise self._failure
-        return self.stats()
-
-    def generate(
-        self, input_ids: Sequence[Sequence[int]], sampling_params: Mapping[str, object] | None, options: dict[str, Any]
-    ) -> list[dict[str, Any]]:
-        """Generate for several prompts, each of token ids."""
-        results: Any = self._engine.generate(
-            input_ids=[list(ids) for ids in input_ids], sampling_params=sampling_params, **options
-        )
-        return [_with_arrays(result) for result in results]
-
-    def score(
-        self,
-        token_ids: Sequence[Sequence[int]],
-        routed: Sequence[RoutedExperts | None] | None,
-        options: dict[str, Any],
-    ) -> list[dict[str, Any]]:
-        """Score several sequences."""
-        outputs = self._engine.score([list(ids) for ids in token_ids], routed=routed, **options)
-        return [
-            {
-                "token_ids": output.token_ids,
-                "logprobs": output.logprobs,
-                "weight_version": output.weight_version,
-                "update_count": output.update_count,
-                **_rows(output.routed_experts),
-            }
-            for output in outputs
-        ]
-
-    def prepare_weights(self, path: str, version: str | int | None) -> None:
-        """`Engine.prepare_weights`."""
-        self._engine.prepare_weights(path, version=version)
-
-    def commit_weights(self, version: str | int | None, cache: str) -> None:
-        """`Engine.commit_weights`."""
-        self._engine.commit_weights(version, cache=cache)
-
-    def drop_weights(self) -> None:
-        """`Engine.drop_weights`."""
-        self._engine.drop_weights()
-
-    def update_weight_version(self, version: str | int) -> None:
-        """`Engine.update_weight_version`."""
-        self._engine.update_weight_version(version)
-
-    def set_held(self, is_held: bool) -> None:
-        """Hold admission, or open it."""
-        (self._engine.hold_admission if is_held else self._engine.open_admission)()
-
-    def pause(self, mode: str) -> None:
-        """`Engine.pause`."""
-        self._engine.pause(mode=mode)
-
-    def resume(self) -> None:
-        """`Engine.resume`."""
-        self._engine.resume()
-
-    def release_memory(self, tags: Sequence[str]) -> None:
-        """`Engine.release_memory_occupation`."""
-        self._engine.release_memory_occupation(list(tags))
-
-    def resume_memory(self) -> None:
-        """`Engine.resume_memory_occupation`."""
-        self._engine.resume_memory_occupation()
-
-    def stats(self) -> dict[str, object]:
-        """`Engine.stats` as a dict, with what is prepared, paused and released."""
-        stats = self._engine.stats()
-        names = ("running", "waiting", "accepted", "num_steps", "weight_version", "update_count", "free_pages")
-        return {
-            **{name: getattr(stats, name) for name in names},
-            "total_pages": stats.total_pages,
-            "finished": dict(stats.finished),
-            "prepared_version": self._engine.prepared_version,
-            "paused": self._engine.paused,
-            "released": list(self._engine.released),
-        }
-
-    def shutdown(self) -> None:
-        """End the engine, and its followers with it."""
-        if self._failure is None:
-            self._engine.shutdown()
 
 
 class EngineGroup:
     """Several engines, one actor each: `actors`. Its methods call all of them and raise what one raises;
-    ReplicaLostError for one that has ended, by itself or with one of its processes."""
+    ReplicaLostError for one that has ended, by itself or with one of its processes.
+
+    `generate` and `score` deal prompts evenly, in order. Those that are left over go to the engines that have the
+    fewest open prompts of this group, of equal ones to the first. So calls of several threads spread, and calls one
+    after another with as many prompts meet the same engines, with the prefixes and the drafts that these keep."""
 
     def __init__(self, actors: Sequence[Any], *, owned_placement_group: Any = None) -> None:
         self.actors = list(actors)
         self._ray = import_ray()
         self._owned_group = owned_placement_group
+        self._dealer = Dealer(len(self.actors))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The same engines for another process, which counts open prompts of its own."""
+        return functools.partial(EngineGroup, owned_placement_group=self._owned_group), (self.actors,)
 
     @staticmethod
     def create(
@@ -186,55 +84,65 @@ class EngineGroup:
         nothing else is reserved: `bundle_indices` names a bundle for every process, those of one engine after another
         (default: the first ones), and `resources` is what a process takes of its bundle (default: all of it; a part,
         where a trainer shares it). Without a group one is made, and removed by `shutdown`. `parts`: placement,
-        speculative, experts. Raises ConfigError, also where no Ray runs: it is the caller's to start."""
+        speculative, experts.
+        Raises ConfigError, also where no Ray runs (it is the caller's to start), for what does not fit the Ray or a
+        bundle, and for a group whose bundles are not reserved within PLACEMENT_S; and what an engine raises that cannot
+        start. Then nothing is left of what was made here."""
         ray = import_ray()
         if not ray.is_initialized():
             raise ConfigError("EngineGroup.create without a Ray; call ray.init(...) first, in the driver of the job")
         settings = FleetSettings(num_replicas=replicas, ray_address="auto")
         spec = ReplicaSpec(args=args, server=ServerSettings(), fleet=settings, dist=dist or DistConfig(), **parts)
-        number = replicas * spec.dist.nnodes
-        owned = None
+        nnodes, number = spec.dist.nnodes, replicas * spec.dist.nnodes
+        owned, actors = None, list[Any]()
         if placement_group is None:
-            bundle = host_bundle(args.tp_size, spec.dist.nnodes, ray.cluster_resources())
+            total = ray.cluster_resources()
+            check_resources(spec, total, field="replicas")
+            bundle = host_bundle(args.tp_size, nnodes, total)
+            _check_taken(resources, {0: bundle})
             placement_group = owned = ray.util.placement_group([dict(bundle)] * number, strategy="PACK")
-        indices = _check_bundles(placement_group, bundle_indices, number)
-        ray.get(placement_group.ready())
-        actors = [
-            _start(spec, placement_group, indices[first : first + spec.dist.nnodes], resources)
-            for first in range(0, number, spec.dist.nnodes)
-        ]
-        group = EngineGroup(actors, owned_placement_group=owned)
         try:
+            indices = _check_bundles(placement_group, bundle_indices, number)
+            _check_taken(resources, {index: placement_group.bundle_specs[index] for index in indices[::nnodes]})
+            if not placement_group.wait(PLACEMENT_S):
+                raise _not_placed(spec, ray.available_resources(), is_owned=owned is not None)
+            for first in range(0, number, nnodes):
+                actors.append(_start(spec, placement_group, indices[first : first + nnodes], resources))
+            group = EngineGroup(actors, owned_placement_group=owned)
             group._all("ready")
         except BaseException:
-            group.shutdown()
+            EngineGroup(actors, owned_placement_group=owned).shutdown()
             raise
         return group
 
     def generate(
         self, input_ids: Sequence[Sequence[int]], sampling_params: Mapping[str, object] | None = None, **options: Any
     ) -> list[dict[str, Any]]:
-        """Generate for prompts of token ids, which are divided evenly among the engines; n > 1 gives n results a
+        """Generate for prompts of token ids, which are dealt among the engines; n > 1 gives n results a
         prompt, in order. `options`: other keywords of `Engine.generate`, also with one value a prompt. Each result has
         `text`, `output_ids` and `meta_info`; with return_routed_experts also `routed_experts` (uint8 or uint16
         [R, M, K]), `start`, `layer_ids`, `version_spans` and `version_labels` (the label of each count); with
         return_routed_experts_weights `routed_experts_weights` (float32 or bfloat16 [R, M, K]). Raises what
         `Engine.generate` raises, and InvalidRequestError for `stream`, for prompts that are no lists of ids, and for
-        one `rid` of several prompts."""
-        actors, calls, results = self._living(), list[tuple[int, Any]](), list[dict[str, Any]]()
-        split, dealt = _deal_options(input_ids, {"sampling_params": sampling_params, **options}, len(actors))
-        first = 0
-        for actor, part, own in zip(actors, _deal(input_ids, len(actors)), dealt, strict=True):
-            if part:
-                params = own.pop("sampling_params")
-                calls.append((first, actor.generate.remote(part, params, own)))
-            first += len(part)
-        for first, call in calls:
-            try:
-                results += self._get([call])[0]
-            except InvalidRequestError as error:
-                raise_as(error, _at_own_prompt(error, split, first))
-        return results
+        one `rid` of several prompts. Where one engine raises, or the caller is interrupted, the requests of all are
+        aborted. An engine takes a call for each request that it runs or queues, MAX_CALLS at most; others wait."""
+        actors, call_id = self._living(), secrets.token_hex(8)
+        options = {"sampling_params": sampling_params, **options}
+        prompts = _split_call(input_ids, options)
+        with self._dealer.dealt(len(input_ids)) as shares:
+            dealt = _deal_options(options, prompts.lists, shares)
+            parts = [
+                functools.partial(actor.generate.remote, part, own.pop("sampling_params"), own, call_id)
+                for actor, part, own in zip(actors, split(input_ids, shares), dealt, strict=True)
+            ]
+            return self._results(
+                parts,
+                shares,
+                at_own=lambda error, first: _at_own_prompt(error, prompts, first),
+                abort=lambda: [
+                    actor.abort.remote(call_id) for actor, share in zip(actors, shares, strict=True) if share
+                ],
+            )
 
     def score(
         self,
@@ -244,18 +152,40 @@ class EngineGroup:
         replay_weights: bool = False,
         return_routed_experts: bool | None = None,
     ) -> list[dict[str, Any]]:
-        """Score sequences, which are divided evenly among the engines: `token_ids` (int32 [S]), `logprobs`
+        """Score sequences, which are dealt among the engines: `token_ids` (int32 [S]), `logprobs`
         (float32 [S-1]), `weight_version` (label), `update_count`, and the rows as in `generate`, with combine weights
-        where they are recorded."""
+        where they are recorded. Raises what `Engine.score` raises, and InvalidRequestError for what is no list of
+        sequences."""
         actors = self._living()
-        ids, rows = _deal(token_ids, len(actors)), None if routed is None else _deal(routed, len(actors))
+        records = _check_sequences(token_ids, routed)
         options = {"replay_weights": replay_weights, "return_routed_experts": return_routed_experts}
-        calls = [
-            actor.score.remote(part, None if rows is None else rows[index], options)
-            for index, (actor, part) in enumerate(zip(actors, ids, strict=True))
-            if part
-        ]
-        return [result for results in self._get(calls) for result in results]
+        with self._dealer.dealt(len(token_ids)) as shares:
+            rows = [None] * len(actors) if records is None else split(records, shares)
+            parts = [
+                functools.partial(actor.score.remote, ids, own, options)
+                for actor, ids, own in zip(actors, split(token_ids, shares), rows, strict=True)
+            ]
+            several = len(token_ids) > 1
+            return self._results(
+                parts, shares, at_own=lambda error, first: _at_own_sequence(error, first, several=several)
+            )
+
+    def remember_rollouts(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        *,
+        seed: int | None = None,
+        choice: int = 0,
+        extra_key: str | None = None,
+    ) -> None:
+        """`Engine.remember_rollouts` on all engines, for any of them may get the prompt next. Answers that an engine
+        remembers by itself are drafts in this engine alone."""
+        self._all("remember_rollouts", prompt_ids, output_ids, seed, choice, extra_key)
+
+    def flush_cache(self, *, drafts: bool = False, retract: bool = False) -> list[int]:
+        """`Engine.flush_cache` on all engines; returns the pages that each has freed."""
+        return self._all("flush_cache", drafts, retract)
 
     def prepare_weights(self, path: str | Path, *, version: str | int | None = None) -> None:
         """Load and check a checkpoint on all engines beside what they serve. `version` is its label; None keeps the
@@ -331,7 +261,15 @@ class EngineGroup:
             self._owned_group = None
 
     def _all(self, method: str, *arguments: Any) -> list[Any]:
-        return self._get([getattr(actor, method).remote(*arguments) for actor in self._living()])
+        """The results of a call of every engine. Raises ReplicaLostError for an engine that has ended, or the error
+        that a call raised."""
+        outcomes = self._settle(
+            [functools.partial(getattr(actor, method).remote, *arguments) for actor in self._living()]
+        )
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+        return outcomes
 
     def _living(self) -> list[Any]:
         """The engines. Raises EngineDeadError after `shutdown`."""
@@ -339,10 +277,64 @@ class EngineGroup:
             raise EngineDeadError("this EngineGroup has no engine, for it was shut down; create another one")
         return self.actors
 
-    def _get(self, calls: Sequence[Any]) -> list[Any]:
-        """The results of calls. Raises ReplicaLostError for an engine that has ended, or the error that a call
-        raised."""
-        return _translated(lambda: self._ray.get(list(calls)))
+    def _results(
+        self,
+        parts: Sequence[Callable[[], Any]],
+        shares: Sequence[int],
+        *,
+        at_own: Callable[[RoutedExpertsError, int], RoutedExpertsError],
+        abort: Callable[[], list[Any]] = list[Any],
+    ) -> list[dict[str, Any]]:
+        """The results of all prompts, in order, of a call whose parts have so many each. `at_own`: the error of a part
+        whose prompts begin with this one of the call, with the index in the call."""
+        firsts = list(itertools.accumulate(shares, initial=0))
+        asked = [index for index, share in enumerate(shares) if share]
+        results = list[dict[str, Any]]()
+        for index, outcome in zip(asked, self._settle([parts[index] for index in asked], abort), strict=True):
+            if isinstance(outcome, Exception):
+                named = at_own(outcome, firsts[index]) if isinstance(outcome, RoutedExpertsError) else outcome
+                if named is outcome:
+                    raise outcome
+                raise named from outcome
+            results += outcome or []  # None: aborted, for another part raises
+        return results
+
+    def _settle(self, starts: Sequence[Callable[[], Any]], abort: Callable[[], list[Any]] = list[Any]) -> list[Any]:
+        """Start calls; what each has returned or raised, in order. At the first error, and where the caller is
+        interrupted, `abort` ends the others; one that has not ended by then, or within ABORT_S of an abort, is None.
+        Every outcome is read: Ray prints errors that are not."""
+        calls, outcomes = list[Any](), dict[Any, Any]()
+        try:
+            for start in starts:
+                calls.append(start())
+            pending = calls
+            while pending and not any(isinstance(outcome, Exception) for outcome in outcomes.values()):
+                ready, pending = self._ray.wait(pending, num_returns=1)
+                outcomes |= {call: self._outcome(call) for call in ready}
+        except BaseException:
+            self._end([call for call in calls if call not in outcomes], abort)
+            raise
+        if pending:
+            outcomes |= self._end(pending, abort)
+        return [outcomes.get(call) for call in calls]
+
+    def _end(self, calls: Sequence[Any], abort: Callable[[], list[Any]]) -> dict[Any, Any]:
+        """Abort calls; the outcomes of those that end."""
+        aborts = abort()
+        both = [*calls, *aborts]
+        if not both:
+            return {}
+        ready, left = self._ray.wait(both, num_returns=len(both), timeout=ABORT_S if aborts else 0)
+        for call in left:
+            call.future()  # reads it once it has ended
+        return {call: self._outcome(call) for call in ready}
+
+    def _outcome(self, call: Any) -> Any:
+        """What a call that has ended returned or raised."""
+        try:
+            return _translated(lambda: self._ray.get([call])[0])
+        except Exception as error:  # the caller decides
+            return error
 
     def _outcomes(
         self, method: str, *arguments: Any, indices: Sequence[int] | None = None
@@ -351,14 +343,8 @@ class EngineGroup:
         actors = self._living()
         chosen = range(len(actors)) if indices is None else indices
         calls = {index: getattr(actors[index], method).remote(*arguments) for index in chosen}
-        outcomes: dict[int, Exception | None] = {}
-        for index, call in calls.items():
-            try:
-                self._get([call])
-                outcomes[index] = None
-            except Exception as error:  # the caller decides
-                outcomes[index] = error
-        return outcomes
+        outcomes = {index: self._outcome(call) for index, call in calls.items()}
+        return {index: outcome if isinstance(outcome, Exception) else None for index, outcome in outcomes.items()}
 
     @staticmethod
     def _raise_failed(outcomes: Mapping[int, Exception | None]) -> None:
@@ -385,7 +371,7 @@ def _start(
     strategy = strategies.PlacementGroupSchedulingStrategy(
         placement_group=placement_group, placement_group_bundle_index=indices[0]
     )
-    actor = _remote_class(ray).options(
+    actor = _remote_class(ray, _num_calls(spec.args)).options(
         num_cpus=num_cpus,
         num_gpus=num_gpus,
         resources=taken,
@@ -396,11 +382,17 @@ def _start(
     return actor.remote(spec, list(indices[1:]))
 
 
-def _remote_class(ray: Any) -> Any:
+def _num_calls(args: ServerArgs) -> int:
+    """Calls of one engine that generate or score at once, each in a thread: one for each request that it may run or
+    queue, within MAX_CALLS."""
+    return min(args.dp_size * args.running_limit + args.max_queued_requests, MAX_CALLS)
+
+
+def _remote_class(ray: Any, num_calls: int) -> Any:
     """EngineActor as Ray makes it: `generate` and `score` run in threads that no other call takes."""
     for method in (EngineActor.generate, EngineActor.score):
         ray.method(concurrency_group=_GENERATION)(method)
-    return ray.remote(concurrency_groups={_GENERATION: _GENERATION_THREADS})(EngineActor)
+    return ray.remote(concurrency_groups={_GENERATION: num_calls})(EngineActor)
 
 
 def _check_bundles(placement_group: Any, indices: Sequence[int] | None, number: int) -> list[int]:
@@ -413,18 +405,32 @@ def _check_bundles(placement_group: Any, indices: Sequence[int] | None, number: 
     return found
 
 
-def _deal(values: Sequence[_T], number: int) -> list[list[_T]]:
-    """Split into `number` runs of almost equal length, in order."""
-    share, extra = divmod(len(values), number)
-    bounds = [index * share + min(index, extra) for index in range(number + 1)]
-    return [list(values[low:high]) for low, high in itertools.pairwise(bounds)]
+def _check_taken(resources: Mapping[str, float] | None, bundles: Mapping[int, Mapping[str, float]]) -> None:
+    """Raise ConfigError for resources that one of these bundles, by index, does not have."""
+    for name, amount in (resources or {}).items():
+        if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 <= amount < float("inf"):
+            raise ConfigError(f"resources: {name}={short_repr(amount)} must be a number from 0 on")
+        for index, bundle in bundles.items():
+            if amount > bundle.get(name, 0.0):
+                listed = ", ".join(f"{kind}: {size:g}" for kind, size in bundle.items())
+                text = f"resources: {name}={amount:g} for an engine, above bundle {index} of its placement group"
+                raise ConfigError(f"{text} ({listed}); take at most what the bundle has, or give larger bundles")
 
 
-def _deal_options(
-    prompts: Sequence[object], options: Mapping[str, Any], number: int
-) -> tuple[PromptCalls, list[dict[str, Any]]]:
-    """How the call is split by prompts, and the keywords of `Engine.generate` for each of `number` engines: those with
-    a value a prompt are dealt with the prompts. Raises InvalidRequestError for what no engine could see: see
+def _not_placed(spec: ReplicaSpec, free: Mapping[str, float], *, is_owned: bool) -> ConfigError:
+    """The error of a placement group that is not reserved in time."""
+    text = f"the placement group of the engines is not reserved within {PLACEMENT_S:g} s"
+    if not is_owned:
+        return ConfigError(f"{text}; wait until it is ready, then create the engines in it")
+    try:
+        check_resources(spec, free, field="replicas")
+    except ConfigError as error:
+        return ConfigError(f"{text}: {error}")
+    return ConfigError(f"{text}; lower replicas, or stop what else runs in this Ray")
+
+
+def _split_call(prompts: Sequence[object], options: Mapping[str, Any]) -> PromptCalls:
+    """How the call is split by prompts. Raises InvalidRequestError for what no engine could see: see
     EngineGroup.generate."""
     if options.get("stream"):
         text = f"{PARAM}=True is not served by an EngineGroup, which returns whole answers; leave it out"
@@ -435,17 +441,48 @@ def _deal_options(
     if isinstance(options.get("rid"), str) and len(prompts) > 1:
         text = f"{PARAM}={short_repr(options['rid'])} is one id for {len(prompts)} prompts; give a list with an id each"
         raise InvalidRequestError(text, param="rid")
+    check_prediction(options.get("prediction"), len(prompts))
     own = {name: options[name] for name in (*PER_PROMPT, "token_ids_logprob") if name in options}
-    split = split_by_prompt(GenerateReqInput(**own), len(prompts), is_batch=True)
-    dealt = {name: _deal(options[name], number) for name in split.lists}
-    return split, [{**options, **{name: parts[index] for name, parts in dealt.items()}} for index in range(number)]
+    return split_by_prompt(GenerateReqInput(**own), len(prompts), is_batch=True)
 
 
-def _at_own_prompt(error: InvalidRequestError, split: PromptCalls, first: int) -> InvalidRequestError:
+def _deal_options(options: Mapping[str, Any], lists: Collection[str], shares: Sequence[int]) -> list[dict[str, Any]]:
+    """The keywords of `Engine.generate` for each engine: those with a value a prompt are dealt with the prompts."""
+    dealt = {name: split(options[name], shares) for name in lists}
+    return [{**options, **{name: parts[index] for name, parts in dealt.items()}} for index in range(len(shares))]
+
+
+def _at_own_prompt(error: RoutedExpertsError, prompts: PromptCalls, first: int) -> RoutedExpertsError:
     """The error of an engine whose prompts begin with prompt `first` of the call, with the index in the call."""
+    if not isinstance(error, InvalidRequestError):
+        return error
     if error.index is not None:
-        return error.at_prompt(first + error.index, split.prompt_field)
-    return split.error_at(error, first, FIELDS if "sampling_params" in split.lists else ())
+        return error.at_prompt(first + error.index, prompts.prompt_field)
+    return prompts.error_at(error, first, FIELDS if "sampling_params" in prompts.lists else ())
+
+
+def _check_sequences(
+    token_ids: Sequence[object], routed: Sequence[RoutedExperts | None] | None
+) -> list[RoutedExperts | None] | None:
+    """The records of a score. Raises InvalidRequestError for what is no list of sequences, RoutingAlignmentError for
+    another number of records."""
+    if not isinstance(token_ids, list | tuple | np.ndarray) or not (len(token_ids) == 0 or is_nested(token_ids)):
+        text = f"{PARAM} must be a list of sequences, each a list of token ids; this is {short_repr(token_ids)}"
+        raise InvalidRequestError(text, param="token_ids")
+    if routed is None:
+        return None
+    records: list[Any] = list(routed) if isinstance(routed, Iterable) else [routed]
+    check_num_records(len(records), len(token_ids))
+    return records
+
+
+def _at_own_sequence(error: RoutedExpertsError, first: int, *, several: bool) -> RoutedExpertsError:
+    """The error of an engine whose sequences begin with sequence `first` of the call, with the index in the call."""
+    if isinstance(error, RoutingAlignmentError):
+        return error if error.sample is None else error.at_sample(first + error.sample)
+    if not isinstance(error, InvalidRequestError) or not several or error.param != "token_ids":
+        return error
+    return error.at_prompt(first + (error.index or 0), "token_ids")
 
 
 def _translated(get: Callable[[], list[Any]]) -> list[Any]:
@@ -466,25 +503,3 @@ def _translated(get: Callable[[], list[Any]]) -> list[Any]:
 def _lost(error: Exception) -> ReplicaLostError:
     text = f"an engine of the group has ended ({' '.join(str(error).split())[:200]})"
     return ReplicaLostError(f"{text}; create the group again")
-
-
-def _with_arrays(result: dict[str, Any]) -> dict[str, Any]:
-    """A result with its rows as an array, and without their text form."""
-    record = record_from_meta_info(result)
-    if record is None:
-        return result
-    meta = {name: value for name, value in result["meta_info"].items() if name not in (PAYLOAD_KEY, WEIGHTS_KEY)}
-    return {**result, "meta_info": meta, **_rows(record)}
-
-
-def _rows(record: RoutedExperts | None) -> dict[str, Any]:
-    if record is None:
-        return {}
-    return {
-        "routed_experts": record.ids,
-        "start": record.start,
-        "layer_ids": record.layer_ids,
-        "version_spans": record.version_spans,
-        "version_labels": record.labels,
-        **({} if record.weights is None else {"routed_experts_weights": record.weights}),
-    }

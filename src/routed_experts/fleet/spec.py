@@ -76,8 +76,9 @@ def host_bundle(tp_size: int, nnodes: int, resources: Mapping[str, float]) -> di
     return {"CPU": 1.0} if kind is None else {"CPU": 1.0, kind: num_devices}
 
 
-def check_resources(spec: ReplicaSpec, free: Mapping[str, float]) -> None:
-    """Raise ConfigError, with the table of what is free, where all replicas do not fit."""
+def check_resources(spec: ReplicaSpec, free: Mapping[str, float], *, field: str = "num_replicas") -> None:
+    """Raise ConfigError, with the table of what is free, where all replicas do not fit. `field`: the name of their
+    number in the message."""
     number, nnodes = spec.fleet.num_replicas, spec.dist.nnodes
     bundle = host_bundle(spec.args.tp_size, nnodes, free)
     needed = {kind: amount * nnodes * number for kind, amount in bundle.items()}
@@ -86,5 +87,5 @@ def check_resources(spec: ReplicaSpec, free: Mapping[str, float]) -> None:
     fits = int(min(free.get(kind, 0.0) // (amount * nnodes) for kind, amount in bundle.items()))
     listed = ", ".join(f"{kind}: {needed[kind]:g} needed, {free.get(kind, 0.0):g} free" for kind in needed)
     each = "" if nnodes == 1 else f" of {nnodes} processes each"
-    fix = f"set num_replicas={fits}, or add hosts" if fits >= 1 else "add hosts, or stop what else runs in this Ray"
-    raise ConfigError(f"num_replicas={number}{each} do not fit ({listed}); {fix}")
+    fix = f"set {field}={fits}, or add hosts" if fits >= 1 else "add hosts, or stop what else runs in this Ray"
+    raise ConfigError(f"{field}={number}{each} do not fit ({listed}); {fix}")

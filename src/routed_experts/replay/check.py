@@ -30,20 +30,29 @@ def check_record(
     `repeats_in_layers`: hidden-layer indices of hash-routed layers, where a row may name an expert twice."""
     if not isinstance(record, RoutedExperts):
         raise RoutingAlignmentError(
-            f"sample {sample}: record is a {type(record).__name__}; give a RoutedExperts, or None for no rows"
+            f": record is a {type(record).__name__}; give a RoutedExperts, or None for no rows",
+            sample=sample,
         )
     _check_model(record, spec, sample)
     rows, end = record.num_rows, record.start + record.num_rows
     if record.num_tokens != num_tokens or end not in (num_tokens - 1, num_tokens):
         raise RoutingAlignmentError(
-            f"sample {sample}: {rows} rows of tokens [{record.start}, {end}) of a sequence of {record.num_tokens}; "
+            f": {rows} rows of tokens [{record.start}, {end}) of a sequence of {record.num_tokens}; "
             "the sample has "
             f"{num_tokens} tokens, so expected {num_tokens - 1 - record.start} rows (generate) or "
             f"{num_tokens - record.start} (score); "
-            "cut both alike"
+            "cut both alike",
+            sample=sample,
         )
     _check_versions(record, versions, sample)
     _check_ids(record, spec, record.known, sample, repeats_in_layers)
+
+
+def check_num_records(num_records: int, num_sequences: int) -> None:
+    """Raise RoutingAlignmentError unless there is a record, or None, for each sequence."""
+    if num_records != num_sequences:
+        text = f"routed holds {num_records} records for {num_sequences} sequences; give one each, or None"
+        raise RoutingAlignmentError(text)
 
 
 def check_weights(record: RoutedExperts, *, sample: int) -> CombineWeights:
@@ -52,15 +61,17 @@ def check_weights(record: RoutedExperts, *, sample: int) -> CombineWeights:
     weights = record.weights
     if weights is None:
         raise RoutingAlignmentError(
-            f"sample {sample}: the record has no combine weights; record them (return_routed_experts_weights=True), or "
-            "replay ids alone"
+            ": the record has no combine weights; record them (return_routed_experts_weights=True), or "
+            "replay ids alone",
+            sample=sample,
         )
     broken = ~np.isfinite(weights) & record.known[:, None, None]
     if broken.any():
         row, column, slot = np.argwhere(broken)[0]
         raise RoutingAlignmentError(
-            f"sample {sample}, token {record.start + row}, hidden layer {record.layer_ids[column]}, slot {slot}: "
-            f"weight {weights[row, column, slot]}; expected a finite number; give weights as they were recorded"
+            f", token {record.start + row}, hidden layer {record.layer_ids[column]}, slot {slot}: "
+            f"weight {weights[row, column, slot]}; expected a finite number; give weights as they were recorded",
+            sample=sample,
         )
     return weights
 
@@ -103,8 +114,9 @@ def _check_versions(record: RoutedExperts, versions: Collection[int | str] | Non
             continue
         name = "" if label is None else f" ({short_repr(label)})"
         raise RoutingAlignmentError(
-            f"sample {sample}, row {low}: rows {low} to {high - 1} were routed by weight version {count}{name}; this "
-            f"batch allows {sorted(versions, key=str)}; drop the sample, or allow the version"
+            f", row {low}: rows {low} to {high - 1} were routed by weight version {count}{name}; this "
+            f"batch allows {sorted(versions, key=str)}; drop the sample, or allow the version",
+            sample=sample,
         )
 
 
@@ -123,8 +135,9 @@ def _check_model(record: RoutedExperts, spec: CaptureSpec, sample: int) -> None:
             if name == "layer_ids":
                 layers = f" (layers {sorted(set(record.layer_ids) ^ set(spec.layer_ids)) or 'in another order'} differ)"
             raise RoutingAlignmentError(
-                f"sample {sample}: the record has {name}={received}, the model {expected}{layers}; replay rows on the "
-                "model that they came from"
+                f": the record has {name}={received}, the model {expected}{layers}; replay rows on the "
+                "model that they came from",
+                sample=sample,
             )
 
 
@@ -138,7 +151,8 @@ def _check_ids(
     ids = record.ids
     if ids.dtype != spec.dtype:
         raise RoutingAlignmentError(
-            f"sample {sample}: ids are {ids.dtype}; expected {spec.dtype} for {spec.num_experts} experts"
+            f": ids are {ids.dtype}; expected {spec.dtype} for {spec.num_experts} experts",
+            sample=sample,
         )
     if ids.size == 0:
         return
@@ -147,9 +161,10 @@ def _check_ids(
         if outside.any():
             row, column, slot = np.argwhere(outside)[0]
             raise RoutingAlignmentError(
-                f"sample {sample}, token {record.start + row}, hidden layer {record.layer_ids[column]}, slot {slot}: "
+                f", token {record.start + row}, hidden layer {record.layer_ids[column]}, slot {slot}: "
                 f"id {ids[row, column, slot]}; "
-                f"expected 0 to {spec.num_experts - 1}; give logical ids of this model"
+                f"expected 0 to {spec.num_experts - 1}; give logical ids of this model",
+                sample=sample,
             )
     repeats = repeated_rows(ids)
     if not repeats.any():
@@ -158,7 +173,8 @@ def _check_ids(
     if repeats.any():
         row, column = np.argwhere(repeats)[0]
         raise RoutingAlignmentError(
-            f"sample {sample}, token {record.start + row}, hidden layer {record.layer_ids[column]}: ids "
-            f"{ids[row, column].tolist()} repeat an "
-            f"expert; expected {spec.top_k} distinct ones; mark a row that is not known as not valid, and never fill it"
+            f", token {record.start + row}, hidden layer {record.layer_ids[column]}: ids "
+            f"{ids[row, column].tolist()} repeat an expert; expected {spec.top_k} distinct ones; "
+            "mark a row that is not known as not valid, and never fill it",
+            sample=sample,
         )

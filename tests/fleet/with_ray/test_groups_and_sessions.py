@@ -117,6 +117,7 @@ def run_driver(module, cluster, folders, **more):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
+    assert "Unhandled error" not in done.stderr, "an outcome that nobody has read"
     return json.loads(done.stdout.splitlines()[-1])["passed"]
 
 
@@ -132,6 +133,15 @@ def test_calls_of_an_engine_group_that_wait_take_no_thread_of_the_call_that_ends
 def test_engines_of_a_group_draw_samples_of_their_own_and_keep_what_is_prepared(cluster, folders):
     checks = ["samples", "prepared", "options"]
     assert run_driver("support.engine_group_calls", cluster, folders, checks=checks) == checks
+
+
+def test_a_call_of_an_engine_group_that_fails_leaves_no_request(cluster, folders):
+    checks = ["refused", "interrupted"]
+    assert run_driver("support.engine_group_calls", cluster, folders, checks=checks) == checks
+
+
+def test_an_engine_of_a_group_takes_as_many_calls_as_it_has_room_for(cluster, folders):
+    assert run_driver("support.engine_group_calls", cluster, folders, checks=["many"]) == ["many"]
 
 
 def test_an_engine_of_a_group_whose_follower_has_died_is_a_lost_one(cluster, folders):

@@ -14,7 +14,6 @@ from routed_experts.core.errors import (
     CaptureDisabledError,
     InvalidRequestError,
     PromptTooLongError,
-    RoutingAlignmentError,
     prompt_index,
 )
 from routed_experts.core.routed_experts import RoutedExperts
@@ -22,7 +21,7 @@ from routed_experts.core.weight_version import WeightVersion
 from routed_experts.engine.control.context import EngineContext
 from routed_experts.engine.control.score import ScoreOutput
 from routed_experts.engine.requests.token_ids import is_nested
-from routed_experts.replay.check import check_record, check_weights
+from routed_experts.replay.check import check_num_records, check_record, check_weights
 
 
 class ScoreControl:
@@ -101,9 +100,7 @@ class ScoreControl:
             raise CaptureDisabledError(text, param=param)
         if records is None or spec is None:
             return
-        if len(records) != len(sequences):
-            text = f"routed holds {len(records)} records for {len(sequences)} sequences; give one each, or None"
-            raise RoutingAlignmentError(text)
+        check_num_records(len(records), len(sequences))
         for sample, (record, ids) in enumerate(zip(records, sequences, strict=True)):
             if record is not None:
                 check_record(record, spec, sample=sample, num_tokens=ids.size)

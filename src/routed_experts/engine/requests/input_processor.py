@@ -28,7 +28,7 @@ from routed_experts.core.grammar_state import CompiledGrammar
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from routed_experts.core.model_worker_batch import MAX_BIAS, MAX_GIVEN_IDS
 from routed_experts.core.sampling_params import ResolvedSampling, SamplingParams
-from routed_experts.engine.requests.prompt_lists import split_by_prompt
+from routed_experts.engine.requests.prompt_lists import check_prediction, split_by_prompt
 from routed_experts.engine.requests.prompt_params import PromptParams, logprob_options, sampling_params_of
 from routed_experts.engine.requests.request_ids import request_ids
 from routed_experts.engine.requests.routing_options import SGLANG_DEFAULTS, RoutingDefaults, resolve_routing_options
@@ -220,9 +220,7 @@ class InputProcessor:
         prediction, limits = request.prediction, self.limits
         if prediction is None:
             return None
-        if num_prompts > 1:
-            text = f"{PARAM} is the expected answer to one prompt, and this call has {num_prompts}"
-            raise InvalidRequestError(f"{text}; send one prompt a call", param="prediction")
+        check_prediction(prediction, num_prompts)
         if isinstance(prediction, str):
             tokenizer, most = self._text_tokenizer("prediction"), limits.context_length
             try:

@@ -83,6 +83,13 @@ def split_by_prompt(request: GenerateReqInput, num_prompts: int, *, is_batch: bo
     return PromptCalls(calls=calls, lists=frozenset(lists), prompt_field=prompt_field)
 
 
+def check_prediction(prediction: object, num_prompts: int) -> None:
+    """Raise InvalidRequestError for an expected answer to more than one prompt."""
+    if prediction is not None and num_prompts > 1:
+        text = f"{PARAM} is the expected answer to one prompt, and this call has {num_prompts}"
+        raise InvalidRequestError(f"{text}; send one prompt a call", param="prediction")
+
+
 def _of_prompt(request: GenerateReqInput, own: dict[str, Any]) -> GenerateReqInput:
     if own.get("return_routed_experts") is False:
         own = {**own, **dict.fromkeys(_OF_ROWS)}
