@@ -308,7 +308,7 @@ def test_options_with_a_value_a_prompt_go_with_their_prompts(local_ray):
     assert [len(call[0]) for actor in actors for call in actor.calls] == [2, 1, 2, 1, 1]
 
 
-def test_calls_of_several_threads_are_dealt_to_other_engines(local_ray):
+def test_calls_of_several_threads_go_to_other_engines(local_ray):
     actors = [GeneratingActor() for _ in range(3)]
     group, inner = module.EngineGroup(actors), []
     actors[0].generate = Method(lambda *call: inner or [inner.append(None), group.generate([[8], [9]])][1:])

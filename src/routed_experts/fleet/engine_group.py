@@ -31,8 +31,8 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.core.weight_version import to_label
 from routed_experts.engine.requests.prompt_lists import PER_PROMPT, PromptCalls, check_prediction, split_by_prompt
 from routed_experts.engine.requests.token_ids import is_nested
-from routed_experts.fleet.dealing import Dealer, split
 from routed_experts.fleet.engine_actor import EngineActor
+from routed_experts.fleet.prompt_balancer import PromptBalancer, split
 from routed_experts.fleet.ray_runtime import import_ray
 from routed_experts.fleet.settings import FleetSettings
 from routed_experts.fleet.spec import ReplicaSpec, check_resources, group_template, host_bundle
@@ -53,7 +53,7 @@ class EngineGroup:
     """Several engines, one actor each: `actors`. Its methods call all of them and raise what one raises;
     ReplicaLostError for one that has ended, by itself or with one of its processes.
 
-    `generate` and `score` deal prompts evenly, in order. Those that are left over go to the engines that have the
+    `generate` and `score` divide prompts evenly, in order. Those that are left over go to the engines that have the
     fewest open prompts of this group, of equal ones to the first. So calls of several threads spread, and calls one
     after another with as many prompts meet the same engines, with the prefixes and the drafts that these keep."""
 
@@ -61,7 +61,7 @@ class EngineGroup:
         self.actors = list(actors)
         self._ray = import_ray()
         self._owned_group = owned_placement_group
-        self._dealer = Dealer(len(self.actors))
+        self._balancer = PromptBalancer(len(self.actors))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The same engines for another process, which counts open prompts of its own."""
@@ -118,7 +118,7 @@ class EngineGroup:
     def generate(
         self, input_ids: Sequence[Sequence[int]], sampling_params: Mapping[str, object] | None = None, **options: Any
     ) -> list[dict[str, Any]]:
-        """Generate for prompts of token ids, which are dealt among the engines; n > 1 gives n results a
+        """Generate for prompts of token ids, which are divided among the engines; n > 1 gives n results a
         prompt, in order. `options`: other keywords of `Engine.generate`, also with one value a prompt. Each result has
         `text`, `output_ids` and `meta_info`; with return_routed_experts also `routed_experts` (uint8 or uint16
         [R, M, K]), `start`, `layer_ids`, `version_spans` and `version_labels` (the label of each count); with
@@ -129,11 +129,11 @@ class EngineGroup:
         actors, call_id = self._living(), secrets.token_hex(8)
         options = {"sampling_params": sampling_params, **options}
         prompts = _split_call(input_ids, options)
-        with self._dealer.dealt(len(input_ids)) as shares:
-            dealt = _deal_options(options, prompts.lists, shares)
+        with self._balancer.assign(len(input_ids)) as shares:
+            divided = _divide_options(options, prompts.lists, shares)
             parts = [
                 functools.partial(actor.generate.remote, part, own.pop("sampling_params"), own, call_id)
-                for actor, part, own in zip(actors, split(input_ids, shares), dealt, strict=True)
+                for actor, part, own in zip(actors, split(input_ids, shares), divided, strict=True)
             ]
             return self._results(
                 parts,
@@ -152,14 +152,14 @@ class EngineGroup:
         replay_weights: bool = False,
         return_routed_experts: bool | None = None,
     ) -> list[dict[str, Any]]:
-        """Score sequences, which are dealt among the engines: `token_ids` (int32 [S]), `logprobs`
+        """Score sequences, which are divided among the engines: `token_ids` (int32 [S]), `logprobs`
         (float32 [S-1]), `weight_version` (label), `update_count`, and the rows as in `generate`, with combine weights
         where they are recorded. Raises what `Engine.score` raises, and InvalidRequestError for what is no list of
         sequences."""
         actors = self._living()
         records = _check_sequences(token_ids, routed)
         options = {"replay_weights": replay_weights, "return_routed_experts": return_routed_experts}
-        with self._dealer.dealt(len(token_ids)) as shares:
+        with self._balancer.assign(len(token_ids)) as shares:
             rows = [None] * len(actors) if records is None else split(records, shares)
             parts = [
                 functools.partial(actor.score.remote, ids, own, options)
@@ -446,10 +446,10 @@ def _split_call(prompts: Sequence[object], options: Mapping[str, Any]) -> Prompt
     return split_by_prompt(GenerateReqInput(**own), len(prompts), is_batch=True)
 
 
-def _deal_options(options: Mapping[str, Any], lists: Collection[str], shares: Sequence[int]) -> list[dict[str, Any]]:
-    """The keywords of `Engine.generate` for each engine: those with a value a prompt are dealt with the prompts."""
-    dealt = {name: split(options[name], shares) for name in lists}
-    return [{**options, **{name: parts[index] for name, parts in dealt.items()}} for index in range(len(shares))]
+def _divide_options(options: Mapping[str, Any], lists: Collection[str], shares: Sequence[int]) -> list[dict[str, Any]]:
+    """The keywords of `Engine.generate` for each engine: those with a value a prompt go with the prompts."""
+    parts = {name: split(options[name], shares) for name in lists}
+    return [{**options, **{name: values[index] for name, values in parts.items()}} for index in range(len(shares))]
 
 
 def _at_own_prompt(error: RoutedExpertsError, prompts: PromptCalls, first: int) -> RoutedExpertsError:

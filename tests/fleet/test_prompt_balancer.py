@@ -1,28 +1,28 @@
-"""Prompts are dealt evenly, and what is left over goes where the fewest are open."""
+"""Prompts are divided evenly, and what is left over goes where the fewest are open."""
 
 import pytest
 
-from routed_experts.fleet.dealing import Dealer, split
+from routed_experts.fleet.prompt_balancer import PromptBalancer, split
 
 
 @pytest.mark.parametrize(("count", "shares"), [(0, [0, 0, 0]), (1, [1, 0, 0]), (5, [2, 2, 1]), (6, [2, 2, 2])])
 def test_calls_one_after_another_meet_the_same_engines(count, shares):
-    dealer = Dealer(3)
+    balancer = PromptBalancer(3)
     for _ in range(3):
-        with dealer.dealt(count) as found:
+        with balancer.assign(count) as found:
             assert found == shares
 
 
 def test_open_prompts_turn_the_next_call_to_other_engines():
-    dealer = Dealer(3)
-    with dealer.dealt(1) as first, dealer.dealt(1) as second:
-        with dealer.dealt(4) as third, dealer.dealt(2) as fourth:
+    balancer = PromptBalancer(3)
+    with balancer.assign(1) as first, balancer.assign(1) as second:
+        with balancer.assign(4) as third, balancer.assign(2) as fourth:
             assert (first, second, third, fourth) == ([1, 0, 0], [0, 1, 0], [1, 1, 2], [1, 1, 0])
-        with dealer.dealt(1) as fifth:
+        with balancer.assign(1) as fifth:
             assert fifth == [0, 0, 1]
-    with pytest.raises(RuntimeError), dealer.dealt(1):
+    with pytest.raises(RuntimeError), balancer.assign(1):
         raise RuntimeError("the call has failed")
-    with dealer.dealt(2) as shares:
+    with balancer.assign(2) as shares:
         assert shares == [1, 1, 0], "nothing is open"
 
 

@@ -1,4 +1,4 @@
-"""Dealing: which engine of a group gets which prompts of a call."""
+"""PromptBalancer: how many prompts of a call each engine of a group gets."""
 
 import contextlib
 import itertools
@@ -9,17 +9,17 @@ from typing import TypeVar
 _T = TypeVar("_T")
 
 
-class Dealer:
-    """Deals prompts evenly, in runs of the order of the engines. Those that are left over go to the engines with the
+class PromptBalancer:
+    """Divides prompts evenly, in runs of the order of the engines. Those that are left over go to the engines with the
     fewest open prompts, of equal ones to the first: calls of threads spread, and calls one after another with as many
     prompts meet the same engines. Thread-safe."""
 
     def __init__(self, num_engines: int) -> None:
-        self._open = [0] * num_engines  # dealt, and not answered
+        self._open = [0] * num_engines  # assigned, and not answered
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def dealt(self, num_prompts: int) -> Generator[list[int]]:
+    def assign(self, num_prompts: int) -> Generator[list[int]]:
         """The number of prompts of each engine; they are open until the context ends."""
         with self._lock:
             share, left = divmod(num_prompts, len(self._open))
