@@ -14,7 +14,7 @@ Both engines are in one process, and their runs take turns; capture is on and as
 With codes of 4 bits the plain weights are the numbers of the codes, so that both route alike; in FP8 each engine has
 its own random weights. A step is the median over a run's steps, as in step.py; a ratio is the median over neighbouring
 runs. With --engines 2 there are two engines of each kind, and a step is the geometric mean of both: on a CPU two equal
-engines differ by up to 1 % ("equal engines"). The floor is the bytes that a step must read over --bandwidth: codes have
+engines differ by about 2 % ("equal engines"). The floor is the bytes that a step must read over --bandwidth: codes have
 one or half a one, scales four a block of 128 x 128, or two a group of 32. A run whose logprobs are not finite fails."""
 
 import argparse

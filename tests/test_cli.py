@@ -190,6 +190,7 @@ def test_spellings_of_vllm_and_sglang_are_known():
         (("serve", "--dtype=flaot32"), "did you mean float32?\nsee routed-experts serve --help"),
         (("serve", "demo", "--seeed=3"), "--seeed=3; did you mean --seed?\n"),
         (("generate", "model", "--promt", "x"), "unrecognized arguments: --promt; did you mean --prompt?\n"),
+        (("analyze", "--layer=3"), "the following arguments are required: KIND\n"),
         (("generate", "--promt=x", "--", "--no-flag"), "unrecognized arguments: --promt=x; did you mean --prompt?\n"),
         (("bench", "serve", "--base-ur", "x"), "unrecognized arguments: --base-ur; did you mean --base-url?\n"),
         (("generate", "--enable-return-routed-experts"), "error: the following arguments are required: MODEL\n"),

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -85,3 +86,39 @@ def test_a_held_interrupt_is_raised_at_the_end():
         assert ran and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_both_held_signals_are_taken_and_handlers_are_back():
+    taken = []
+
+    def handler(number, frame):
+        taken.append(number)
+        raise KeyboardInterrupt
+
+    def work():
+        with hold_interrupts():
+            for number in numbers:
+                signal.raise_signal(number)
+            assert not taken
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, handler) for number in numbers]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            work()
+        assert sorted(taken) == sorted(numbers)
+        assert [signal.getsignal(number) for number in numbers] == [handler, handler]
+    finally:
+        for number, former in zip(numbers, before, strict=True):
+            signal.signal(number, former)
+
+
+def test_signals_without_a_handler_in_python_and_other_threads_are_left_alone():
+    former = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with hold_interrupts():
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(lambda: hold_interrupts().__enter__()).result(10)
+    finally:
+        signal.signal(signal.SIGTERM, former)

@@ -168,6 +168,8 @@ def test_a_file_with_any_byte_changed_is_read_or_refused(tmp_path):
 def test_a_file_that_is_not_there_is_refused_by_name(tmp_path):
     with pytest.raises(RoutingFormatError, match=r"missing\.npz holds no routing statistics .*give what its save"):
         RoutingStats.read(tmp_path / "missing.npz")
+    with pytest.raises(RoutingFormatError, match=r"holds no routing statistics \(.*No such file"):
+        RoutingStats.read(tmp_path / "pickle" / "missing.npz")
 
 
 def test_records_of_two_models_are_refused():

@@ -59,11 +59,21 @@ CONFIGS = {
     "extra": {"extra_special_tokens": ["<|extra|>", saved(token("</s>", rstrip=True))]},
     "extra by name": {"extra_special_tokens": {"image_token": "<|extra|>"}},
     "a name of the model": {"image_token": "<|extra|>", "add_bos_token": False},
+    "extra before additional": {"extra_special_tokens": ["<|extra|>"], "additional_special_tokens": ["<s>"]},
+    "listed and additional": {"additional_special_tokens": ["<s>"], **listed(token("<s>", special=False))},
+    "listed and extra by name": {
+        "extra_special_tokens": {"image_token": "<s>"},
+        **listed(token("<s>", special=False)),
+    },
+    "one name twice": {"image_token": "<s>", "extra_special_tokens": {"image_token": "<|extra|>"}},
+    "the end alone is listed": {"eos_token": "<s>", **listed(token("<s>"))},
+    "the end is the beginning": {"eos_token": "<s>", "bos_token": "<s>"},
     "split": {"split_special_tokens": True, **listed(token("<|extra|>"))},
 }
 MAPS = {
     "map": {"bos_token": "<s>", "unk_token": token("<unk>")},
     "map of extra tokens": {"extra_special_tokens": ["<|extra|>"], "pad_token": "</s>"},
+    "map with a name of the model": {"image_token": "<|extra|>"},
 }
 
 
@@ -93,6 +103,16 @@ def test_special_tokens_map_is_read_where_no_added_tokens_are_listed(tmp_path, n
     (folder / "special_tokens_map.json").write_text(json.dumps(MAPS[name]))
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | (listed(token("<unk>")) if has_list else {})))
+    assert_as_transformers(folder)
+
+
+def test_extra_tokens_of_both_files_and_older_lists_of_ids_are_joined(tmp_path):
+    folder = write_tiny_tokenizer(tmp_path)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"extra_special_tokens": ["<s>", "<unk>"]}))
+    (folder / "special_tokens_map.json").write_text(json.dumps({"extra_special_tokens": ["<unk>", "</s>"]}))
+    assert_as_transformers(folder)
+    (folder / "added_tokens.json").write_text(json.dumps({"<|extra|>": 314, "<s>": 313}))
     assert_as_transformers(folder)
 
 

@@ -87,7 +87,7 @@ class Parser(argparse.ArgumentParser):
         return [word for word, head in heads.items() if " " not in head and head not in self._option_string_actions]
 
     def error(self, message: str) -> NoReturn:
-        if _REQUIRED.search(message) and (misspelt := self._misspelt_flags()):
+        if self._subparsers is None and _REQUIRED.search(message) and (misspelt := self._misspelt_flags()):
             message = self._unknown_words(misspelt)
         message = with_short_values(message)
         if (choice := _INVALID_CHOICE.search(message)) is not None:

@@ -46,7 +46,7 @@ def join_processes(
     on_rendezvous: "Callable[[Rendezvous], None] | None" = None,
 ) -> "AnyGroup":
     """Join the process group; call it after `start_jax`. `groups`: as for `_load` of serve; `on_joined` receives the
-    group as soon as all processes have met, `on_rendezvous` that of process 0 before. Raises ConfigError,
+    group as soon as all processes have met, `on_rendezvous` the rendezvous of process 0 before. Raises ConfigError,
     CheckpointError, MachineError or PeerLostError."""
     from routed_experts.engine.build.group_start import join_group
     from routed_experts.models.loading.model_source import with_local_model
@@ -65,7 +65,10 @@ def join_processes(
 def follow_group(
     args: ServerArgs, dist: DistConfig, groups: dict[str, Any], options: argparse.Namespace, start_time: float
 ) -> int:
-    """Follow until process 0 ends the group; returns 0. A signal asks process 0 to drain."""
+    """Follow until process 0 ends the group, also before all have come; returns 0. A signal asks process 0 to
+    drain."""
+    from routed_experts.engine.rendezvous import GroupAbandonedError
+
     given = vars(options)
     flags = _SERVER_FLAGS if "port" in given else ("host", *_SERVER_FLAGS)
     ignored = [f"--{name.replace('_', '-')}" for name in flags if name in given]
@@ -96,7 +99,10 @@ def follow_group(
             done.set_result(None)
 
     threading.Thread(target=work, name="follow", daemon=True).start()
-    done.result()
+    try:
+        done.result()
+    except GroupAbandonedError as error:
+        print(f"{PROGRAM} serve: {error}", file=sys.stderr, flush=True)
     if probes is not None:
         probes.close()
     return 0
@@ -133,8 +139,8 @@ def _follow(
 
 
 def abandon_group(waiting: "Sequence[Rendezvous]", joined: "Sequence[AnyGroup]") -> None:
-    """End a group that still starts, without an error; of process 0. `waiting`: its rendezvous, `joined`: itself, as
-    far as it is."""
+    """End a group that still starts, without an error, in process 0. `waiting`: its rendezvous, if there is one;
+    `joined`: the group, once all have met."""
     for rendezvous in waiting:
         rendezvous.abandon()
     for group in joined:

@@ -1,5 +1,5 @@
 """Ctrl-C that arrives where Python cannot raise it: in a callback of the garbage collector, as JAX has one, or in a
-`__del__`. Python reports such an exception and continues. Or where C++ loses it, or crashes: while JAX is imported.
+`__del__`. Python reports such an exception and continues. While JAX is imported, C++ code may lose it, or crash.
 
     main thread   collection ─ callback ─ KeyboardInterrupt ─ hook ─ next statements ─ KeyboardInterrupt
     timer                                                    └─ DELAY_S ─ SIGINT ┘"""
@@ -16,7 +16,8 @@ DELAY_S = 0.05  # the main thread has left the callback by then; an interrupt th
 
 @contextlib.contextmanager
 def resend_lost_interrupts() -> Generator[None]:
-    """Send an interrupt again that was lost. Raises KeyboardInterrupt at the end if one could not be sent before."""
+    """Send an interrupt again that was lost. Raises KeyboardInterrupt at the end of a block that raises nothing, if one
+    could not be sent before."""
     before = sys.unraisablehook
     resender = _Resender(before)
     sys.unraisablehook = resender
@@ -31,21 +32,23 @@ def resend_lost_interrupts() -> Generator[None]:
 
 @contextlib.contextmanager
 def hold_interrupts() -> Generator[None]:
-    """Take SIGINT and SIGTERM at the end, while libraries in C++ are imported. Only the main thread can."""
+    """Delay SIGINT and SIGTERM to the end of the block, which imports libraries in C++. Only those that have a handler
+    in Python, and only in the main thread; elsewhere nothing is delayed."""
     held: list[int] = []
-    handlers: dict[signal.Signals, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
-    for number in handlers:
-        signal.signal(number, lambda number, frame: held.append(number))
-    try:
+    with contextlib.ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):  # undone in the other order: SIGTERM is taken first
+                if callable(handler := signal.getsignal(number)):
+                    stack.callback(_deliver, number, handler, held)
+                    signal.signal(number, lambda number, frame: held.append(number))
         yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for number in dict.fromkeys(held):
-            signal.raise_signal(number)
+
+
+def _deliver(number: signal.Signals, handler: Any, held: list[int]) -> None:
+    """Set a handler again, and call it for a signal that was held."""
+    signal.signal(number, handler)
+    if number in held:
+        signal.raise_signal(number)
 
 
 class _Resender:

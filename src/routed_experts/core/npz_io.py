@@ -34,7 +34,8 @@ def read_arrays(path: str | os.PathLike[str], specs: ArraySpecs, *, what: str) -
             arrays: dict[str, np.ndarray] = {name: file[name] for name in specs}
     except _DAMAGED as error:
         # NumPy takes what is no archive for a pickle, and advises to load it all the same.
-        reason = "no .npz of plain arrays" if "pickle" in str(error) else error
+        is_advice = isinstance(error, ValueError) and ("allow_pickle" in str(error) or "pickled data" in str(error))
+        reason = "no .npz of plain arrays" if is_advice else error
         raise RoutingFormatError(f"{path} holds no {what} ({reason}); give what its save() wrote") from error
     for name, (dtype, ndim) in specs.items():
         if arrays[name].dtype != dtype or arrays[name].ndim != ndim:

@@ -28,7 +28,7 @@ import numpy as np
 
 from routed_experts.core.dist_config import DistConfig
 from routed_experts.core.errors import ConfigError, MachineError, PeerLostError, ProcessMismatchError
-from routed_experts.engine.rendezvous import GroupAbandonedError, Rendezvous, join
+from routed_experts.engine.rendezvous import Rendezvous, join
 from routed_experts.engine.watchdog import RESTART, Watchdog
 from routed_experts.execution.order_channel import Connection, OrderChannel
 from routed_experts.execution.orders import NO_HEAD, Order, OrderKind
@@ -597,8 +597,8 @@ def start_group(
 ) -> AnyGroup:
     """Meet the other processes, start JAX's distributed runtime, and check the devices of all. `fields`: by name, what
     must be equal in every process; `num_devices`: of all processes together (None: any); `failure`: why this process
-    cannot start; `on_rendezvous` receives that of process 0 before others come, `on_joined` the group before JAX
-    starts. A follower exits 0 where process 0 abandons the rendezvous. Raises ConfigError, MachineError or
+    cannot start; `on_rendezvous` receives the rendezvous of process 0 before others come, `on_joined` the group before
+    JAX starts. Raises ConfigError, MachineError (GroupAbandonedError where process 0 was asked to end) or
     PeerLostError."""
     group: AnyGroup
     if dist.is_leader:
@@ -612,13 +612,7 @@ def start_group(
             raise
         group.refuse_late(rendezvous)
     else:
-        try:
-            connection = join(dist, fields, failure=failure)
-        except GroupAbandonedError as error:
-            logger.info("%s", error)
-            exit_process(0)
-            raise
-        group = FollowingGroup(dist, {0: connection}, exit_process=exit_process)
+        group = FollowingGroup(dist, {0: join(dist, fields, failure=failure)}, exit_process=exit_process)
     group.start()
     if on_joined is not None:
         on_joined(group)

@@ -36,7 +36,7 @@ _ABANDONED = "process 0 was asked to end before all processes had come"
 
 
 class GroupAbandonedError(MachineError):
-    """Process 0 was asked to end before all processes had come: those that have come exit 0."""
+    """Process 0 was asked to end before all processes had come. Processes of `serve` exit 0 then."""
 
 
 @dataclass(slots=True)

@@ -15,7 +15,8 @@ class AbortableCalls:
 
     def __init__(self) -> None:
         self._cancels: dict[str, Callable[[], object]] = {}
-        # Aborted and not begun: these wait for a thread. Others have ended already, so the oldest are forgotten.
+        # Aborted and not begun: these wait for a thread, or have ended already. Beyond _MAX_EARLY the oldest are
+        # forgotten, and run if they do begin.
         self._early = collections.deque[str](maxlen=_MAX_EARLY)
         self._lock = threading.Lock()
 

@@ -25,12 +25,12 @@ class EngineActor:
 
         skip_absent_tpu()
         dist, self._followers = None, list[Any]()
-        if follower_bundles:
-            group = import_ray("ray.util").get_current_placement_group()
-            dist, self._followers = start_followers(spec, placement_group=group, bundle_indices=follower_bundles)
         self._calls = AbortableCalls()
         self._failure: RoutedExpertsError | None = None  # raised here, Ray would hide it behind the actor's death
         try:
+            if follower_bundles:
+                group = import_ray("ray.util").get_current_placement_group()
+                dist, self._followers = start_followers(spec, placement_group=group, bundle_indices=follower_bundles)
             self._engine = Engine(
                 **dataclasses.asdict(spec.args),
                 **spec.parts,

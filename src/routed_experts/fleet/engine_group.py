@@ -82,9 +82,9 @@ class EngineGroup:
 
         `dist` has the number of processes of an engine and their timeouts (`processes`). With a `placement_group`
         nothing else is reserved: `bundle_indices` names a bundle for every process, those of one engine after another
-        (default: the first ones), and `resources` is what a process takes of its bundle (default: all of it; a part,
-        where a trainer shares it). Without a group one is made, and removed by `shutdown`. `parts`: placement,
-        speculative, experts.
+        (default: the first ones). `resources` is what the first process of an engine takes of its bundle (default: all
+        of it; a part, where a trainer shares it); followers take all of theirs. Without a group one is made, and
+        removed by `shutdown`. `parts`: placement, speculative, experts.
         Raises ConfigError, also where no Ray runs (it is the caller's to start), for what does not fit the Ray or a
         bundle, and for a group whose bundles are not reserved within PLACEMENT_S; and what an engine raises that cannot
         start. Then nothing is left of what was made here."""
@@ -109,7 +109,7 @@ class EngineGroup:
             for first in range(0, number, nnodes):
                 actors.append(_start(spec, placement_group, indices[first : first + nnodes], resources))
             group = EngineGroup(actors, owned_placement_group=owned)
-            group._all("ready")
+            group._wait_until_ready()
         except BaseException:
             EngineGroup(actors, owned_placement_group=owned).shutdown()
             raise
@@ -261,15 +261,20 @@ class EngineGroup:
             self._owned_group = None
 
     def _all(self, method: str, *arguments: Any) -> list[Any]:
-        """The results of a call of every engine. Raises ReplicaLostError for an engine that has ended, or the error
-        that a call raised."""
-        outcomes = self._settle(
-            [functools.partial(getattr(actor, method).remote, *arguments) for actor in self._living()]
-        )
+        """The results of a call of every engine, once it has ended on all. Raises ReplicaLostError for an engine that
+        has ended, or the error that a call raised."""
+        calls = [getattr(actor, method).remote(*arguments) for actor in self._living()]
+        outcomes = [self._outcome(call) for call in calls]
         for outcome in outcomes:
             if isinstance(outcome, Exception):
                 raise outcome
         return outcomes
+
+    def _wait_until_ready(self) -> None:
+        """Raise the first error of an engine that cannot start, whatever the others still load."""
+        for outcome in self._settle([actor.ready.remote for actor in self._living()]):
+            if isinstance(outcome, Exception):
+                raise outcome
 
     def _living(self) -> list[Any]:
         """The engines. Raises EngineDeadError after `shutdown`."""
@@ -296,7 +301,8 @@ class EngineGroup:
                 if named is outcome:
                     raise outcome
                 raise named from outcome
-            results += outcome or []  # None: aborted, for another part raises
+            results += outcome or []  # None: aborted, for a later part raises
+        assert len(results) >= sum(shares), (len(results), shares)
         return results
 
     def _settle(self, starts: Sequence[Callable[[], Any]], abort: Callable[[], list[Any]] = list[Any]) -> list[Any]:
@@ -485,7 +491,7 @@ def _at_own_sequence(error: RoutedExpertsError, first: int, *, several: bool) ->
     return error.at_prompt(first + (error.index or 0), "token_ids")
 
 
-def _translated(get: Callable[[], list[Any]]) -> list[Any]:
+def _translated(get: Callable[[], Any]) -> Any:
     exceptions = import_ray("ray.exceptions")
     try:
         return get()

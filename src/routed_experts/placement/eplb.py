@@ -47,7 +47,8 @@ def rebalance(
     `refined` improves what the greedy choices leave, within each node; without it the placement is the published one.
     Raises PlacementError."""
     load = checked_load(load)
-    shift = np.maximum(np.frexp(load.max(axis=1))[1], 0)  # [M]; to below 1: exact, and no sum overflows
+    # To below 1, so that no sum overflows; exact but for loads 2**1022 below the largest.
+    shift = np.maximum(np.frexp(load.max(axis=1))[1], 0)  # [M]
     load = np.ldexp(load, -shift[:, None])
     num_experts = load.shape[1]
     expected = "an integer of at least 1"

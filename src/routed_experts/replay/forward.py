@@ -78,7 +78,8 @@ def forward(
     Raises, at trace time, InvalidRequestError for tokens, positions or segments that are no integers [B, S], for
     sequences above that limit, for another `balance_on` or `backend`, and for a gradient through "tiled", and
     RoutingAlignmentError for a `routed` of other shapes than the tokens'; outside jit also for tokens, positions,
-    segments and rows out of range: positions and segments fit int32, whose least value marks the segment of padding.
+    segments and rows out of range: positions are 0 to 2**31 - 1, and segments fit int32, whose least value marks the
+    segment of padding.
     Under jit positions, segments and padding cannot be read: with any of them the caller keeps sequences within the
     limit."""
     _check_choices(balance_on, backend)

@@ -53,8 +53,8 @@ def join_group(
     on_joined: Callable[[AnyGroup], None] | None = None,
 ) -> AnyGroup:
     """Join the process group of an engine of `args`, whose `model_path` is a local folder. `settings`: more that must
-    be equal; `on_rendezvous` receives that of process 0 before others come, `on_joined` the group once all processes
-    have met, before JAX starts. Raises ConfigError, CheckpointError, MachineError or PeerLostError."""
+    be equal; `on_rendezvous` receives the rendezvous of process 0 before others come, `on_joined` the group once all
+    processes have met, before JAX starts. Raises ConfigError, CheckpointError, MachineError or PeerLostError."""
     check_supported(args, dist, model=model, experts=experts, speculative=speculative)
     fields, failure = group_fields(args, dist, placement, speculative, load_format) | dict(settings or {}), None
     try:

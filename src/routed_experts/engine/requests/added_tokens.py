@@ -1,8 +1,8 @@
 """Tokens that a checkpoint's other files add to its tokenizer.json: each is one token wherever a text spells it out.
 
-transformers adds them when it loads a tokenizer, in this order: those of `added_tokens_decoder` whose flags
-tokenizer.json does not have, the named special tokens, and other special tokens. A token of the vocabulary keeps its
-id; a new one gets the next id."""
+transformers adds them when it loads a tokenizer. First come those of `added_tokens_decoder` whose flags tokenizer.json
+does not have, then the named special tokens, then the other special tokens. A token of the vocabulary keeps its id; a
+new one gets the next id."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,35 +13,48 @@ from routed_experts.core.errors import CheckpointError
 from routed_experts.models.base.config_reader import read_json_object
 
 _NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-_OTHERS = ("extra_special_tokens", "additional_special_tokens")
 _FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 
 
 def read_tokenizer_settings(folder: Path) -> dict[str, object]:
-    """Return tokenizer_config.json, with the special tokens of special_tokens_map.json where it lists no added tokens;
-    empty without files. Raises CheckpointError for a file that is no JSON object."""
-    file, older = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
-    settings = read_json_object(file) if file.exists() else {}
-    if "added_tokens_decoder" not in settings and older.exists():
-        settings |= {name: token for name, token in read_json_object(older).items() if name in (*_NAMED, *_OTHERS)}
+    """Return tokenizer_config.json; where it lists no added tokens, with those of special_tokens_map.json and
+    added_tokens.json. Empty without files. Raises CheckpointError for a file that is no JSON object."""
+    settings, older, ids = (
+        read_json_object(file) if (file := folder / f"{name}.json").exists() else {}
+        for name in ("tokenizer_config", "special_tokens_map", "added_tokens")
+    )
+    if "added_tokens_decoder" in settings:
+        return settings
+    first, more = (each.get("extra_special_tokens") for each in (settings, older))
+    settings |= older
+    if isinstance(first, list) and isinstance(more, list):
+        settings["extra_special_tokens"] = [*first, *(token for token in more if token not in first)]
+    if ids:
+        special = {_content(entry) for entry in _special_entries(settings)}
+        settings["added_tokens_decoder"] = {
+            str(number): {"content": text, "normalized": text not in special, "special": text in special}
+            for text, number in ids.items()
+        }
     return settings
 
 
 def add_tokens(backend: Any, settings: Mapping[str, object], file: Path, *, make: Any) -> None:
     """Add the tokens of `settings` to a tokenizer of the library `tokenizers`; `make` is its AddedToken, and `file` is
-    named in errors. Raises CheckpointError for tokens of another form, and for an eos_token that is in no file: no
-    sequence would end with it."""
+    named in errors. Raises CheckpointError for tokens of another form, and for an eos_token that no other setting and
+    not tokenizer.json has: no sequence would end with it."""
     present = {_flags(token) for token in backend.get_added_tokens_decoder().values()}
     added = [token for token in _listed(settings, file, make) if _flags(token) not in present]
     texts = {token.content for token in (*backend.get_added_tokens_decoder().values(), *added)}
-    eos = _token(settings.get("eos_token"), make, special=True)
-    if eos is not None and eos.content not in texts and backend.token_to_id(eos.content) is None:
-        raise CheckpointError(f"{file}: eos_token {eos.content!r} is not in tokenizer.json; correct the name")
-    for token in _special(settings, make):
-        if token.content not in texts:
+    eos = _content(settings.get("eos_token"))
+    others = {_content(entry) for entry in _special_entries({**settings, "eos_token": None})}
+    if eos is not None and eos not in texts | others and backend.token_to_id(eos) is None:
+        raise CheckpointError(f"{file}: eos_token {eos!r} is not in tokenizer.json; correct the name")
+    for entry in _special_entries(settings):
+        token = _token(entry, make, special=True)
+        if token is not None and token.content not in texts:
             texts.add(token.content)
             added.append(token)
-    named = {token.content for token in _special(_only_named(settings), make)}
+    named = {_content(entry) for entry in _named_entries(settings)}
     for token in added:
         token.special = token.special or token.content in named
     if added:
@@ -62,20 +75,25 @@ def _listed(settings: Mapping[str, object], file: Path, make: Any) -> Iterator[A
         yield token
 
 
-def _special(settings: Mapping[str, object], make: Any) -> Iterator[Any]:
-    """The named special tokens, those of a model's own names such as image_token too, then the others."""
-    entries = [settings.get(name) for name in _NAMED]
-    entries += [entry for name, entry in settings.items() if name.endswith("_token") and name not in _NAMED]
-    for name in _OTHERS:
-        others = settings.get(name)
-        entries += others.values() if isinstance(others, dict) else others if isinstance(others, list) else ()
-    for entry in entries:
-        if (token := _token(entry, make, special=True)) is not None:
-            yield token
+def _named_entries(settings: Mapping[str, object]) -> list[object]:
+    """The named special tokens: those of every tokenizer, then those of a model's own names, such as image_token."""
+    extra = settings.get("extra_special_tokens")
+    own = {name: entry for name, entry in settings.items() if name.endswith("_token") and name not in _NAMED}
+    if isinstance(extra, dict):
+        own |= extra
+    return [*(settings.get(name) for name in _NAMED), *own.values()]
 
 
-def _only_named(settings: Mapping[str, object]) -> Mapping[str, object]:
-    return {name: entry for name, entry in settings.items() if name not in _OTHERS}
+def _special_entries(settings: Mapping[str, object]) -> list[object]:
+    """The named special tokens, then the others."""
+    others = settings.get("extra_special_tokens") or settings.get("additional_special_tokens")
+    return [*_named_entries(settings), *(others if isinstance(others, list) else ())]
+
+
+def _content(entry: object) -> str | None:
+    """The text of a token in either form: a text, or an object with its flags."""
+    content = entry.get("content") if isinstance(entry, dict) else entry
+    return content if isinstance(content, str) else None
 
 
 def _token(entry: object, make: Any, *, special: bool) -> Any | None:
