@@ -16,8 +16,9 @@ from routed_experts.core.dist_config import DistConfig
 from routed_experts.core.errors import ConfigError, MachineError
 from routed_experts.engine.process_group import start_group
 from routed_experts.engine.rendezvous import MAX_PENDING, GroupAbandonedError, Rendezvous, compare_fields, join
+from routed_experts.execution.order_channel import Connection
 from routed_experts.execution.orders import Order, OrderKind, OrderReader, encode
-from support.process_groups import free_address
+from support.process_groups import Stopwatch, free_address
 
 FIELDS = {
     "package": "0.1.0",
@@ -213,20 +214,30 @@ def is_taken(address, rank, nnodes):
     return "taken" in (refusal(address, hello(rank=rank, nnodes=nnodes, fields={})) or "")
 
 
+def await_(is_so, seconds=30.0):
+    """Each look is a connection that process 0 answers."""
+    watch = Stopwatch()
+    while not is_so():
+        assert watch.seconds < seconds, "it does not come about"
+
+
 def await_arrival(address, rank, nnodes):
-    while not is_taken(address, rank, nnodes):
-        continue
+    await_(lambda: is_taken(address, rank, nnodes))
+
+
+def await_departure(address, rank, nnodes):
+    await_(lambda: not is_taken(address, rank, nnodes))
 
 
 def test_processes_that_have_come_raise_what_process_0_raises_after_dist_timeout():
     """Also one whose own time began before: it waits for the answer of process 0."""
     earlier = [time.monotonic() - 0.9]
     clocks = {1: time.monotonic, 2: lambda: earlier.pop() if earlier else time.monotonic()}
-    with leader(nnodes=5, timeout=1.5) as (address, members), ThreadPoolExecutor(2) as pool:
-        joining = [pool.submit(join, dist(address, rank, 5, 1.5), FIELDS, clock=clocks[rank]) for rank in clocks]
+    with leader(nnodes=5, timeout=3.0) as (address, members), ThreadPoolExecutor(2) as pool:
+        joining = [pool.submit(join, dist(address, rank, 5, 3.0), FIELDS, clock=clocks[rank]) for rank in clocks]
         error = members.exception(20)
         assert re.search(
-            r"processes 3, 4 of 5 did not come to .* within dist_timeout=1.5 s \(came: 0, 1, 2\)", str(error)
+            r"processes 3, 4 of 5 did not come to .* within dist_timeout=3 s \(came: 0, 1, 2\)", str(error)
         )
         for future in joining:
             assert type(future.exception(20)) is MachineError and str(future.exception()) == str(error)
@@ -240,13 +251,12 @@ def test_processes_that_have_come_raise_what_process_0_raises_after_dist_timeout
     ],
 )
 def test_processes_that_came_and_left_are_named_after_dist_timeout(ranks, expected):
-    with leader(nnodes=3, timeout=1.0) as (address, members):
+    with leader(nnodes=3, timeout=3.0) as (address, members):
         for rank in ranks:
             with connect(address) as gone:
                 gone.sendall(b"".join(encode(hello(rank=rank, nnodes=3))))
                 await_arrival(address, rank, 3)
-            while is_taken(address, rank, 3):
-                continue
+            await_departure(address, rank, 3)
         assert re.search(expected, str(members.exception(20)))
 
 
@@ -265,6 +275,33 @@ def test_processes_that_have_come_are_told_that_process_0_was_asked_to_end():
             assert isinstance(future.exception(20), GroupAbandonedError)
     rendezvous.close()
     rendezvous.abandon()  # of one that is closed: nothing
+
+
+def test_where_one_cannot_be_welcomed_the_others_end_with_the_reason(monkeypatch):
+    address = free_address()
+    rendezvous, welcome = Rendezvous(dist(address, nnodes=4), FIELDS), Connection.send
+
+    def send(connection, data):
+        if data == b"".join(encode(Order(kind=OrderKind.WELCOME, head={"nnodes": 4}))) and connection in refusing:
+            raise BrokenPipeError("it has ended")
+        welcome(connection, data)
+
+    refusing = []
+    monkeypatch.setattr(Connection, "send", send)
+    with ThreadPoolExecutor(4) as pool:
+        joining = {rank: pool.submit(join, dist(address, rank, 4), FIELDS) for rank in (1, 2)}
+        leading = pool.submit(rendezvous.wait_for_all)
+        for rank in (1, 2):
+            await_arrival(address, rank, 4)
+        refusing.append(rendezvous._members[2])
+        joining[3] = pool.submit(join, dist(address, 3, 4), FIELDS)
+        with pytest.raises(MachineError, match=r"process 2 left while the group started \(it has ended\)") as caught:
+            leading.result(20)
+        with contextlib.closing(joining[1].result(20)) as welcomed:
+            assert welcomed.socket.recv(1) == b"", "its connection has ended"
+        for rank in (2, 3):
+            assert str(joining[rank].exception(20)) == str(caught.value)
+    rendezvous.close()
 
 
 def test_a_program_that_gives_no_answer_is_named(monkeypatch):

@@ -93,7 +93,8 @@ class Rendezvous:
         self._members: dict[int, Connection] = {}
         self._stayed_s: dict[int, float] = {}  # by rank, of those that have left and not come again
         self._refusals: list[str] = []
-        self._complete = False
+        self._complete = self._is_abandoned = False
+        self._welcomed: set[int] = set()  # ranks
         self._ended = threading.Event()  # the wait for all
         self._thread: threading.Thread | None = None
 
@@ -112,6 +113,7 @@ class Rendezvous:
     def abandon(self) -> None:
         """End the wait for all without an error: processes that have come exit 0. Returns once they have the reason.
         From any thread."""
+        self._is_abandoned = True
         with contextlib.suppress(OSError):  # closed meanwhile
             self._wake.send(b"x")
         self._ended.wait(_ABANDON_S)
@@ -123,6 +125,8 @@ class Rendezvous:
                 raise MachineError(self._timeout_text())
             if not self._poll(min(deadline, self._clock() + 1.0)):
                 raise GroupAbandonedError(_ABANDONED)
+        if self._is_abandoned:
+            raise GroupAbandonedError(_ABANDONED)
         self._complete = True
         members = dict(sorted(self._members.items()))
         welcome = b"".join(encode(Order(kind=OrderKind.WELCOME, head={"nnodes": self._dist.nnodes})))
@@ -133,22 +137,25 @@ class Rendezvous:
                 connection.send(welcome)
             except OSError as error:
                 raise MachineError(f"process {rank} left while the group started ({error}); start it again") from error
+            self._welcomed.add(rank)
         self._thread = threading.Thread(target=self._refuse_all, name="rendezvous", daemon=True)
         self._thread.start()
         return members
 
     def _dismiss(self, error: BaseException) -> None:
-        """Send the members the reason why there is no group: an error, or that this process was asked to end."""
-        if self._complete:  # their channels notice it
-            return
+        """Send the members the reason why there is no group: an error, or that this process was asked to end. The
+        connections of those that were welcomed end."""
         if isinstance(error, Exception) and not isinstance(error, GroupAbandonedError):
             order = Order(kind=OrderKind.REFUSE, head={"reason": str(error)[:_MAX_REASON], "is_machine": True})
         else:
             order = Order(kind=OrderKind.STOP, head={"abandoned": True})
         data = b"".join(encode(order))
-        for connection in self._members.values():
-            with contextlib.suppress(OSError):
-                connection.try_send(data)
+        for rank, connection in self._members.items():
+            if rank not in self._welcomed:
+                with contextlib.suppress(OSError):
+                    connection.try_send(data)
+            if self._complete:  # `close` has no part in them
+                connection.close()
 
     def close(self) -> None:
         """Stop listening. Idempotent."""
