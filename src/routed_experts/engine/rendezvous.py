@@ -257,13 +257,13 @@ class Rendezvous:
         del self._pending[sock]
 
     def _timeout_text(self) -> str:
-        here, left = sorted(self._members), sorted(self._stayed_s)
-        absent = [rank for rank in range(1, self._dist.nnodes) if rank not in {*here, *left}]
-        did_not = "did not come to" if absent else "did not stay at"
-        text = f"processes {', '.join(map(str, absent or left))} of {self._dist.nnodes} {did_not} "
-        came = ", ".join(map(str, [0, *here]))
-        came += "".join(f"; {rank} came, and left after {self._stayed_s[rank]:.0f} s" for rank in left)
-        text += f"{self._dist.dist_init_addr} within dist_timeout={self._dist.dist_timeout:g} s (came: {came})"
+        present, departed = sorted(self._members), sorted(self._stayed_s)
+        absent = [rank for rank in range(1, self._dist.nnodes) if rank not in {*present, *departed}]
+        verb = "did not come to" if absent else "did not stay at"
+        text = f"processes {', '.join(map(str, absent or departed))} of {self._dist.nnodes} {verb} "
+        arrivals = ", ".join(map(str, [0, *present]))
+        arrivals += "".join(f"; {rank} came, and left after {self._stayed_s[rank]:.0f} s" for rank in departed)
+        text += f"{self._dist.dist_init_addr} within dist_timeout={self._dist.dist_timeout:g} s (came: {arrivals})"
         refused = f"; refused: {self._refusals[-1]}" if self._refusals else ""
         return f"{text}{refused}; start them, or raise dist_timeout"
 
