@@ -177,7 +177,7 @@ class ScaledRows:
     which its sums are multiplied by."""
 
     values: Float[Array, "N D"]  # float16
-    inverse: Float[Array, "N P"]  # float32
+    inverse: Float[Array, "P N"]  # float32
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -192,7 +192,7 @@ class ScaledRows:
     @property
     def part(self) -> int:
         """Numbers of a part."""
-        return self.values.shape[1] // self.inverse.shape[1]
+        return self.values.shape[1] // self.inverse.shape[0]
 
 
 LARGEST_E4M3 = 448.0

@@ -91,10 +91,10 @@ def check_scaled_rows(add, num_rows, dim, offset, *, interpret):
     stream, normed = normed_by(add, x, weight, offset=offset)
     plain_stream, plain_normed = normed_by(add, x, None, offset=offset)
     assert np.isnan(np.asarray(normed.scaled.values[-1])).any()
-    stream, normed, plain_stream, plain = jax.tree.map(
-        lambda own: own[:-1], (stream, normed, plain_stream, plain_normed.plain)
-    )
-    wide, inverse = np.asarray(normed.plain, np.float32), np.asarray(normed.scaled.inverse)
+    stream, plain_stream, plain = stream[:-1], plain_stream[:-1], plain_normed.plain[:-1]
+    rows = ScaledRows(normed.scaled.values[:-1], normed.scaled.inverse[:, :-1])
+    normed = NormedRows(normed.plain[:-1], rows)
+    wide, inverse = np.asarray(normed.plain, np.float32), np.asarray(rows.inverse)[0]
     assert not wide[0].any() and np.isfinite(wide).all() and np.isfinite(inverse).all()
     assert np.log2(inverse.max() / inverse[1:].min()) > 30, "rows of many magnitudes"
     assert_same(normed.scaled, scaled(normed.plain, interpret=interpret))

@@ -45,7 +45,7 @@ PACKED = {
 def in_parts(x, part, *, interpret=True) -> ScaledRows:
     """Each part as a row of its own."""
     rows = jax.jit(functools.partial(scale_rows, interpret=interpret))(x.reshape(-1, part))
-    return ScaledRows(rows.values.reshape(x.shape), rows.inverse.reshape(x.shape[0], -1))
+    return ScaledRows(rows.values.reshape(x.shape), rows.inverse.reshape(x.shape[0], -1).T)
 
 
 def uneven(x, part) -> jax.Array:
@@ -136,8 +136,8 @@ def check_heads(kernel, splits, dim, *, interpret):
     rows = np.asarray(plain[:num_tokens].reshape(num_tokens, -1))
     expected = in_parts(jnp.asarray(rows), dim, interpret=interpret)
     np.testing.assert_array_equal(np.asarray(scaled.values[:num_tokens]), np.asarray(expected.values))
-    np.testing.assert_array_equal(np.asarray(scaled.inverse[:num_tokens]), np.asarray(expected.inverse))
-    assert scaled.inverse.shape == (queries.shape[0], seqs.heads) and np.ptp(np.log2(expected.inverse)) > 60
+    np.testing.assert_array_equal(np.asarray(scaled.inverse[:, :num_tokens]), np.asarray(expected.inverse))
+    assert scaled.inverse.shape == (seqs.heads, queries.shape[0]) and np.ptp(np.log2(expected.inverse)) > 60
 
 
 def test_heads_are_scaled_whose_values_a_block_has():

@@ -35,7 +35,7 @@ def gpu_kernels(*, interpret: bool, warpgroups: Warpgroups | None = None) -> Ker
         x: Float[Array, "N D"] | NormedRows | ScaledRows, weights: Weight, layer: Int[Array, ""]
     ) -> Float[Array, "S N O"]:
         rows = x.fastest if isinstance(x, NormedRows) else x
-        return partial_sums(rows, weights, layer, interpret=interpret)
+        return partial_sums(rows, weights, layer, warpgroups=warpgroups, interpret=interpret)
 
     def slots(
         call: ExpertCall, shared: SharedExperts | None, scaled: ScaledRows | None

@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Int
 
 from routed_experts.layers.gpu.blocks import power_of_two
-from routed_experts.layers.gpu.scaled_rows import ScaledRows
+from routed_experts.layers.gpu.scaled_rows import ScaledRows, scaled_shape
 
 _CHUNK = 4096  # slots that a program ranks at once
 _LANES = 2048  # columns that a program copies
@@ -121,7 +121,7 @@ def _copy_row(
             def _(slot: Array = slot, copy: Array = copy) -> None:
                 rows[slot] = copy
                 if isinstance(x, ScaledRows):
-                    copies.inverse[copy, 0] = x.inverse[token, 0]
+                    copies.inverse[0, copy] = x.inverse[0, token]
 
 
 def group_rows(
@@ -136,7 +136,7 @@ def group_rows(
     """Copy each row to the tiles of its experts, in order of tokens; rows that are not valid are in no tile. Ids of
     valid rows are experts: another one would be written outside of the tiles. Returns
     the rows of all tiles [P, D], the row of each slot, which is not defined for slots of padding, and the tiles."""
-    assert not isinstance(x, ScaledRows) or x.inverse.shape[1] == 1, "one power a row is copied"
+    assert not isinstance(x, ScaledRows) or x.inverse.shape[0] == 1, "one power a row is copied"
     (num_rows, top_k), dim = ids.shape, x.shape[1]
     slots, flat = num_rows * top_k, ids.reshape(-1)
     chunk, lanes = min(power_of_two(slots), _CHUNK), min(power_of_two(dim), _LANES)
@@ -149,7 +149,8 @@ def group_rows(
         name="rank_slots",
     )(flat, valid)
     most = tile_limit(slots, num_experts, tile)
-    copies = jax.tree.map(lambda own: jax.ShapeDtypeStruct((most * tile, *own.shape[1:]), own.dtype), x)
+    shape: Any = jax.ShapeDtypeStruct((most * tile, dim), x.dtype)
+    copies = scaled_shape(most * tile, dim) if isinstance(x, ScaledRows) else shape
     copied, rows, expert, count = pl.pallas_call(
         functools.partial(_copy_row, top_k=top_k, lanes=lanes, tile=tile),
         (copies, *(jax.ShapeDtypeStruct((size,), jnp.int32) for size in (slots, most, 1))),

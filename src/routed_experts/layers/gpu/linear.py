@@ -15,11 +15,12 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.gpu.blocks import combine_masks, power_of_two, scaled_step
+from routed_experts.layers.gpu.code_plans import GROUP, plan_matrix
 from routed_experts.layers.gpu.expert_rows import one_matrix
 from routed_experts.layers.gpu.operands import Inputs, check_weights, is_packed
-from routed_experts.layers.gpu.scaled_rows import Rows, ScaledRows, rows_for_codes, scale_rows
+from routed_experts.layers.gpu.scaled_rows import Rows, ScaledRows, rows_for_codes
 from routed_experts.layers.gpu.sums import FEWEST_ROWS, part_unit, sum_products
-from routed_experts.layers.gpu.warpgroup_codes import CODE_TILE, has_code_blocks, multiply_codes
+from routed_experts.layers.gpu.warpgroup_codes import has_code_blocks, multiply_codes
 from routed_experts.layers.gpu.warpgroup_numbers import NUMBER_TILE, multiply_numbers, suits_number_products
 from routed_experts.layers.gpu.warpgroups import Warpgroups
 from routed_experts.layers.linear import reference_linear
@@ -42,9 +43,9 @@ class LinearTile:
 
 
 LARGEST = 512  # rows; above it the library's product
-# Rows from which on warpgroups multiply codes. Chosen on an H200 for matrices of 2048 x 5120 and 4096 x 2048: with 256
-# rows they were slower for the second.
-FEWEST_CODE_ROWS = 512
+# Rows from which on warpgroups multiply codes. Chosen on an H200 for matrices of 2048 x 5120 and 4096 x 2048: with 16
+# rows they were slower, and with 64 faster by a twentieth.
+FEWEST_CODE_ROWS = 64
 # Rows from which on warpgroups multiply numbers, with no slice of the stack. Chosen on an H200 for bfloat16 matrices of
 # 2048 x 5120, 4096 x 2048, 4096 x 14336, 2880 x 5120 and 2048 x 576: with 1024 rows the library was faster for some.
 FEWEST_NUMBER_ROWS = 2048
@@ -133,11 +134,23 @@ def partial_sums(
     *,
     tile: LinearTile | None = None,
     dtype: Any = jnp.float32,
+    warpgroups: Warpgroups | None = None,
     interpret: bool = False,
 ) -> Float[Array, "S N O"]:
-    """x [N, D] times the layer's matrix, as S parts that the next kernel adds up as it reads them."""
+    """x [N, D] times the layer's matrix, as S parts that the next kernel adds up as it reads them; many rows times
+    codes by warpgroups, where the GPU has them and the matrix suits."""
     num_rows, outputs = x.shape[0], weights.shape[2]
+    if warpgroups is not None and tile is None and _suits_code_products(x, weights):
+        assert isinstance(weights, QuantizedWeight), "see `_suits_code_products`"
+        plan = plan_matrix(num_rows, weights.shape[1], outputs, warpgroups.num_programs)
+        rows, first = rows_for_codes(x, interpret=interpret), jnp.asarray(layer, jnp.int32).reshape(1)
+        assert isinstance(rows, ScaledRows), "see `_suits_code_products`"
+        sums = multiply_codes(
+            rows, weights, first, None, None, jnp.float32 if plan.splits > 1 else dtype, warpgroups, plan=plan
+        )
+        return sums.reshape(plan.splits, num_rows, outputs)
     tile = tile or tile_for(num_rows, weights)
+    dtype = dtype if tile.splits == 1 else jnp.float32
     is_coded = isinstance(weights, QuantizedWeight)
     assert is_coded or not isinstance(x, ScaledRows), "numbers are multiplied by rows as they are"
     tile = dataclasses.replace(tile, inner=scaled_step(tile.inner, x.dtype if is_coded else weights.dtype))
@@ -156,22 +169,21 @@ def partial_sums(
     )(rows, weights, jnp.asarray(layer, jnp.int32).reshape(1))
 
 
-def _by_warpgroups(
-    x: Float[Array, "N D"],
-    weights: Weight,
-    layer: Int[Array, ""] | int,
-    dtype: Any,
-    warpgroups: Warpgroups,
-    *,
-    interpret: bool,
+def _suits_code_products(x: Rows, weights: Weight) -> bool:
+    """Whether warpgroups multiply these rows by these codes, and faster than the Triton kernels do."""
+    num_rows = x.shape[0]
+    if not has_code_blocks(weights) or num_rows < FEWEST_CODE_ROWS or num_rows % 8:
+        return False
+    if isinstance(x, ScaledRows):
+        return x.inverse.shape[0] == 1 or x.part == GROUP
+    return x.dtype == jnp.bfloat16
+
+
+def _number_product(
+    x: Float[Array, "N D"], weights: Weight, layer: Int[Array, ""] | int, dtype: Any, warpgroups: Warpgroups
 ) -> Float[Array, "N O"] | None:
-    """The product of many rows; None of few, and of rows and matrices that the kernels do not take."""
+    """The product of many rows by warpgroups; None of few, and of rows and matrices that the kernel does not take."""
     num_rows, first = x.shape[0], jnp.asarray(layer, jnp.int32).reshape(1)
-    if has_code_blocks(weights):
-        if num_rows < FEWEST_CODE_ROWS or num_rows % CODE_TILE or x.dtype != jnp.bfloat16:
-            return None
-        rows, tiles = scale_rows(x, interpret=interpret), one_matrix(num_rows, CODE_TILE)
-        return multiply_codes(rows, weights, first, tiles, None, dtype, warpgroups)
     if (
         not suits_number_products(weights, x.dtype)
         or dtype != x.dtype
@@ -194,15 +206,12 @@ def linear_in_place(
     interpret: bool = False,
 ) -> Float[Array, "N O"]:
     """x times the layer's matrix; many rows by warpgroups, where the GPU has them and the matrix suits."""
-    num_rows, is_coded = x.shape[0], isinstance(weights, QuantizedWeight)
+    num_rows = x.shape[0]
     if warpgroups is not None:
-        product = _by_warpgroups(x, weights, layer, dtype, warpgroups, interpret=interpret)
+        product = _number_product(x, weights, layer, dtype, warpgroups)
         if product is not None:
             return product
-    if tile is None:
-        if not is_coded and (num_rows > LARGEST or weights.shape[0] == 1):
-            return reference_linear(x, weights, layer, dtype)
-        tile = tile_for(num_rows, weights)
-    sum_dtype = dtype if tile.splits == 1 else jnp.float32
-    parts = partial_sums(x, weights, layer, tile=tile, dtype=sum_dtype, interpret=interpret)
-    return parts[0] if tile.splits == 1 else jnp.sum(parts, axis=0).astype(dtype)
+    if tile is None and not isinstance(weights, QuantizedWeight) and (num_rows > LARGEST or weights.shape[0] == 1):
+        return reference_linear(x, weights, layer, dtype)
+    parts = partial_sums(x, weights, layer, tile=tile, dtype=dtype, warpgroups=warpgroups, interpret=interpret)
+    return parts[0] if parts.shape[0] == 1 else jnp.sum(parts, axis=0).astype(dtype)

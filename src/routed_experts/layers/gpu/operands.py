@@ -175,12 +175,12 @@ def end_sums(total: Array, x: Any, weights: Any, rows: Array, row_mask: Array | 
         return total
     if not isinstance(x, ScaledRows) or is_in_parts(x):
         return total.T
-    return total.T * load_or_zero(x.inverse.at[rows[:, None], 0], row_mask)
+    return total.T * load_or_zero(x.inverse.at[0, rows[:, None]], row_mask)
 
 
 def is_in_parts(x: Any) -> bool:
     """Whether rows have parts with powers of their own."""
-    return isinstance(x, ScaledRows) and x.inverse.shape[1] > 1
+    return isinstance(x, ScaledRows) and x.inverse.shape[0] > 1
 
 
 def load_inverse(x: Any, rows: Array, row_mask: Array | None, first: Any) -> list[Float[Array, "1 T"]]:
@@ -188,7 +188,7 @@ def load_inverse(x: Any, rows: Array, row_mask: Array | None, first: Any) -> lis
     power."""
     if not is_in_parts(x):
         return []
-    at = x.inverse.at[rows[None, :], lax.div(jnp.asarray(first), x.part)]
+    at = x.inverse.at[lax.div(jnp.asarray(first), x.part), rows[None, :]]
     return [load_or_zero(at, None if row_mask is None else row_mask.T)]
 
 

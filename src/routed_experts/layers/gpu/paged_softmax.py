@@ -81,7 +81,7 @@ def store_heads(out: Any, row: Array, heads: Array, lanes: Array, mixed: Float[A
     arrays: Any = out.values, out.inverse
     values, inverse = to_float16(mixed)
     plgpu.store(arrays[0].at[row, head * out.part + last], values, mask=mask)
-    plgpu.store(arrays[1].at[row, heads], inverse, mask=heads < arrays[1].shape[1])
+    plgpu.store(arrays[1].at[heads, row], inverse, mask=heads < arrays[1].shape[0])
 
 
 def _combine_splits(parts: Any, tops: Any, totals: Any, out: Any, *, splits: int, width: int, dtype: Any) -> None:

@@ -77,7 +77,7 @@ def _finish(refs: tuple[Any, ...], addend: Callable[[Array, Array | None], Array
     if normed.scaled is not None:
         values, inverse = to_float16(norm)
         plgpu.store(normed.scaled.values.at[row, lanes], values, mask=real)
-        normed.scaled.inverse[row, 0] = inverse
+        normed.scaled.inverse[0, row] = inverse
 
 
 def _of_parts(*refs: Any, static: _Norm) -> None:

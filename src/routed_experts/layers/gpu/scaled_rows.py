@@ -9,6 +9,7 @@ no number of such a row is below 2^-7 then, so all are exact. The same holds for
 
 Dims: N rows, D numbers of a row, T rows of a block, I inputs of a step or of a part."""
 
+import functools
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.layers.gpu.blocks import combine_masks, load_or_zero, power_of_two
 from routed_experts.layers.quantized import ScaledRows
@@ -61,13 +62,13 @@ def _scale(x: Any, scaled: Any, *, size: int) -> None:
     at = rows[:, None], lanes[None, :]
     own, back = to_float16(load_or_zero(x.at[at], mask))
     plgpu.store(scaled.values.at[at], own, mask=mask)
-    plgpu.store(scaled.inverse.at[rows, 0], back, mask=inside)
+    plgpu.store(scaled.inverse.at[0, rows], back, mask=inside)
 
 
 def scaled_shape(num_rows: int, dim: int, *, parts: int = 1) -> ScaledRows:
     """Shapes and dtypes of that many scaled rows."""
     values: Any = jax.ShapeDtypeStruct((num_rows, dim), jnp.float16)
-    inverse: Any = jax.ShapeDtypeStruct((num_rows, parts), jnp.float32)
+    inverse: Any = jax.ShapeDtypeStruct((parts, num_rows), jnp.float32)
     return ScaledRows(values, inverse)
 
 
@@ -83,6 +84,36 @@ def scale_rows(x: Float[Array, "N D"], *, interpret: bool) -> ScaledRows:
         interpret=interpret,
         name="scale_rows",
     )(x)
+
+
+def _scale_at(x: Any, at: Any, valid: Any, scaled: Any, *, size: int, per_row: int) -> None:
+    """Block of `size` numbers of rows."""
+    slots, dim = pl.program_id(0) * size + jnp.arange(size), x.shape[1]
+    lanes = jnp.arange(power_of_two(dim))
+    exists = slots < at.shape[0]
+    mask = exists & plgpu.load(valid.at[slots // per_row], mask=exists, other=False)
+    rows = jnp.where(mask, plgpu.load(at.at[slots], mask=mask, other=0), x.shape[0] + slots)  # no row twice
+    block, inside = (rows[:, None], lanes[None, :]), combine_masks(mask[:, None], (lanes < dim)[None, :])
+    own, back = to_float16(load_or_zero(x.at[block], inside))
+    plgpu.store(scaled.values.at[block], own, mask=inside)
+    plgpu.store(scaled.inverse.at[0, rows], back, mask=mask)
+
+
+def scale_rows_at(
+    x: Float[Array, "P D"], at: Int[Array, "N K"], valid: Bool[Array, " N"], *, interpret: bool
+) -> ScaledRows:
+    """The rows that `at` has where it is `valid`, in their places; the others are not defined. One launch."""
+    (num_rows, per_row), dim = at.shape, x.shape[1]
+    slots = num_rows * per_row
+    size = min(max(_BLOCK // power_of_two(dim), 1), _MOST_ROWS, power_of_two(slots))
+    return pl.pallas_call(
+        functools.partial(_scale_at, size=size, per_row=per_row),
+        scaled_shape(x.shape[0], dim),
+        grid=(pl.cdiv(slots, size),),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="scale_rows_at",
+    )(x, at.reshape(-1), valid)
 
 
 def rows_for_codes(x: Rows, *, interpret: bool) -> Rows:

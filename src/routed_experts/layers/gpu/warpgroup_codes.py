@@ -2,12 +2,15 @@
 which decodes them in its registers, and rows, as scaled float16, are the right one.
 
 The sum of a group of 128 inputs is float32, and so is the scale that it is multiplied by; outputs share scales in spans
-of 128, so that one number scales a warpgroup's product. A step reads two groups, of gate and of up or of neighbouring
-inputs, whose products run at one time.
+of 128, so that one number scales a warpgroup's product. While a product runs, the codes of the next one are decoded, of
+the next step too: a warpgroup waits for the longer of the two.
 
-Dims: R matrices of the stack, I inputs, O outputs, M tiles, T rows of a tile, P rows of all tiles."""
+Dims: R matrices of the stack, I inputs, O outputs, M tiles, T rows of a tile, P rows of all tiles, J parts of a row, S
+parts of a sum."""
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeGuard
 
 import jax
@@ -19,6 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.gpu.activations import activate
 from routed_experts.layers.gpu.blocks import rounded
+from routed_experts.layers.gpu.code_plans import COLUMNS, GROUP, CodesPlan
 from routed_experts.layers.gpu.expert_rows import Tiles
 from routed_experts.layers.gpu.scaled_rows import ScaledRows
 from routed_experts.layers.gpu.warpgroups import (
@@ -35,48 +39,48 @@ from routed_experts.layers.gpu.warpgroups import (
 )
 from routed_experts.layers.quantized import E4M3, QuantizedWeight, Weight
 
-# Rows of a tile; fewer up to so many rows of an expert on average. Measured best on an H200 with 128 experts of 2048 x
-# 768, top-8: 32 for 256 tokens (16 rows an expert), 64 for 1024 and 4096 (64 and 256 rows).
-CODE_TILE = 64
-_FEW_ROWS, _FEW_TILE = 24, 32
-GROUP = 128  # inputs, and outputs of a span
-_COLUMNS = CONSUMERS * SIDE  # of a block, of each half
 _MOST_STAGES = 8
 _ALIGNED = 32  # numbers of float32 in 128 bytes, to which the destination of a copy is aligned
 
 
 def _schedule(
-    inputs: int, outputs: int, halves: int, *, tile: int, result_bytes: int, stride: int, num_programs: int
+    inputs: int, outputs: int, plan: CodesPlan, *, activated: bool, result_bytes: int, stride: int, num_programs: int
 ) -> Schedule:
-    """Steps of two groups of inputs where there is one half and an even number of groups, else of one; as many stages
-    as fit. `result_bytes`: of a number."""
-    groups = 2 if halves == 1 and inputs % (2 * GROUP) == 0 else 1
-    depth = groups * GROUP
-    step_bytes = depth * (halves * _COLUMNS + tile * 2) + max(tile, _ALIGNED) * 4
-    stages = (SHARED_BYTES - tile * _COLUMNS * result_bytes) // step_bytes
+    """As many stages as fit. `outputs`: of the result; `result_bytes`: of a number."""
+    depth = plan.groups * GROUP
+    steps = inputs // (plan.splits * depth)
+    assert steps * plan.splits * depth == inputs, (inputs, plan)
+    columns = COLUMNS if activated else plan.sets * COLUMNS
+    step_bytes = depth * (plan.sets * COLUMNS + plan.tile * 2) + plan.groups * _aligned(plan.tile) * 4
+    stages = min((SHARED_BYTES - plan.tile * columns * result_bytes) // step_bytes, _MOST_STAGES, steps)
+    assert stages > 1 or steps == 1, f"a stage is emptied once the next one is filled: {plan}"
     return Schedule(
         outputs=outputs,
-        columns=_COLUMNS,
-        steps=inputs // depth,
+        columns=columns,
+        steps=steps,
         step_inputs=depth,
-        stages=min(stages, _MOST_STAGES, inputs // depth),
-        halves=halves,
+        stages=stages,
+        halves=plan.sets,
         stride=stride,
         num_programs=num_programs,
     )
 
 
+def _aligned(count: int) -> int:
+    """Numbers of float32 that a copy of `count` takes."""
+    return -(-count // _ALIGNED) * _ALIGNED
+
+
 class _Refs(NamedTuple):
-    """Arrays of the product; rings of blocks of rows, of what their sums are multiplied by and of codes, and the
-    results of each warpgroup."""
+    """Arrays of the product, `tiles` those of Tiles, or none; rings of blocks of rows, of what their sums are
+    multiplied by and of codes, and the results of each warpgroup."""
 
     rows: Any
     inverse: Any
     codes: Any
     scales: Any
     first: Any
-    tile_expert: Any
-    num_tiles: Any
+    tiles: list[Any]
     out: Any
     row_ring: Any
     inverse_ring: Any
@@ -85,10 +89,15 @@ class _Refs(NamedTuple):
     filled: Any
     emptied: Any
 
+    @staticmethod
+    def of(arrays: tuple[Any, ...]) -> "_Refs":
+        """Those of a kernel's arguments."""
+        return _Refs(*arrays[:5], list(arrays[5:-7]), *arrays[-7:])
 
-class _Products(NamedTuple):
-    """The operations that JAX's interpreter of Mosaic GPU kernels has not: products with a left operand in registers
-    and transposed stores. Interpreted, they are plain code. `tile`: T."""
+
+class _Operations(NamedTuple):
+    """What JAX's interpreter of Mosaic GPU kernels has not: products with a left operand in registers and transposed
+    stores. Interpreted, they are plain code. `tile`: T."""
 
     tile: int
     is_interpreted: bool
@@ -98,23 +107,25 @@ class _Products(NamedTuple):
         zeros = jnp.zeros((SIDE, self.tile), jnp.float32)
         return zeros if self.is_interpreted else plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
 
-    def multiply(self, codes: list[Float[Array, "64 I"]], rows: list[Any]) -> tuple[Float[Array, "64 T"], ...]:
-        """Each block of codes times a block of rows, [T, I] of a ring."""
+    def multiply(
+        self, codes: Float[Array, "64 I"], rows: Any, meanwhile: Callable[[], Array]
+    ) -> tuple[Float[Array, "64 T"], Array]:
+        """A block of codes times a block of rows, [T, I] of a ring, and what `meanwhile` returns, which runs beside the
+        product."""
         if self.is_interpreted:
-            pairs = zip(codes, rows, strict=True)
-            return tuple(jnp.dot(left, right[...].T, preferred_element_type=jnp.float32) for left, right in pairs)
+            return jnp.dot(codes, rows[...].T, preferred_element_type=jnp.float32), meanwhile()
 
-        def run(*sums: Any) -> tuple[Array, ...]:
-            for own_sums, own_codes, own_rows in zip(sums, codes, rows, strict=True):
-                plgpu.wgmma(own_sums, own_codes, own_rows.T)
-            plgpu.wgmma_wait(0)
-            return tuple(own_sums[...] for own_sums in sums)
+        def run(sums: Any) -> tuple[Array, Array]:
+            plgpu.wgmma(sums, codes, rows.T)
+            other = meanwhile()
+            return plgpu.wgmma_accumulator_load(sums, wait_n=0), other
 
-        return pl.run_scoped(run, *(accumulator(self.tile) for _ in codes))
+        return pl.run_scoped(run, accumulator(self.tile))
 
-    def of_rows(self, numbers: Float[Array, " T"]) -> Float[Array, " T"]:
-        """A number of each row, where its sums are."""
-        return numbers if self.is_interpreted else plgpu.layout_cast(numbers, plgpu.Layout.WGMMA.reduce(0))
+    def by_row(self, numbers: Float[Array, " T"]) -> Float[Array, "64 T"]:
+        """A number of each row, beside all of its sums."""
+        own = numbers if self.is_interpreted else plgpu.layout_cast(numbers, plgpu.Layout.WGMMA.reduce(0))
+        return lax.broadcast_in_dim(own, (SIDE, self.tile), (1,))
 
     def store(self, results: Any, warpgroup: Array, numbers: Float[Array, "64 T"]) -> None:
         """Write them as rows, [T, 64]."""
@@ -124,74 +135,137 @@ class _Products(NamedTuple):
             results.at[warpgroup].T[...] = plgpu.layout_cast(numbers, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
-def _kernel(*arrays: Any, schedule: Schedule, activation: str | None, products: _Products) -> None:
-    refs, tile_rows, depth = _Refs(*arrays), products.tile, schedule.step_inputs
-    num_tiles, dtype, halves = refs.num_tiles[0], refs.out.dtype, schedule.halves
+class _Place(NamedTuple):
+    """Where a block is: the matrix of the stack, the first row, the part of the sum and the first column."""
 
-    def copy(tile: Array, column: Array, inner: Array, stage: Array) -> None:
-        matrix, filled = refs.first[0] * schedule.stride + refs.tile_expert[tile], refs.filled.at[stage]
-        inputs, own_rows = pl.ds(inner * depth, depth), pl.ds(tile * tile_rows, tile_rows)
-        for half in range(halves):
-            columns = pl.ds(half * schedule.outputs + column, _COLUMNS)
-            plgpu.copy_gmem_to_smem(refs.codes.at[matrix, columns, inputs], refs.code_ring.at[stage, half], filled)
-        plgpu.copy_gmem_to_smem(refs.rows.at[own_rows, inputs], refs.row_ring.at[stage], filled)
-        inverse = refs.inverse_ring.at[stage, pl.ds(0, tile_rows)]
-        plgpu.copy_gmem_to_smem(refs.inverse.at[own_rows], inverse, filled)
+    matrix: Array
+    row: Array
+    split: Array
+    column: Array
 
-    def multiply(warpgroup: Array, tile: Array, column: Array, step: Array) -> None:
-        sums, inverse = _add_up(refs, (warpgroup, tile, column), step, schedule, products)
-        factors = lax.broadcast_in_dim(inverse, (SIDE, tile_rows), (1,))
-        numbers = [rounded(half_sums * factors, dtype) for half_sums in sums]
-        result = numbers[0] if activation is None else activate(numbers[0], numbers[1], activation, dtype)
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Block:
+    """Inside a kernel: how a program computes its blocks."""
+
+    refs: _Refs
+    schedule: Schedule
+    plan: CodesPlan
+    operations: _Operations
+    activation: str | None
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether rows have parts, a group each, with powers of their own."""
+        return self.refs.inverse.shape[0] > 1
+
+    def place(self, tile: Array, column: Array) -> _Place:
+        """Of a tile's block. The tiles of one matrix come once for each part of the sum, and the last of them ends with
+        the last row: rows that are in two tiles are computed, and written, twice."""
+        num_rows, rows = self.refs.rows.shape[0], self.plan.tile
+        matrix = self.refs.first[0] * self.schedule.stride
+        if self.refs.tiles:
+            return _Place(matrix + self.refs.tiles[0][tile], tile * rows, jnp.int32(0), column)
+        split = lax.div(tile, jnp.int32(-(-num_rows // rows)))
+        own = tile - split * -(-num_rows // rows)
+        return _Place(matrix, jnp.minimum(own * rows, num_rows - rows), split, column)
+
+    def num_tiles(self) -> Array:
+        """Of the product."""
+        if self.refs.tiles:
+            return self.refs.tiles[1][0]
+        return jnp.int32(-(-self.refs.rows.shape[0] // self.plan.tile) * self.plan.splits)
+
+    def columns(self, number: int, at: _Place) -> Array:
+        """The first column of that set."""
+        return at.column + number * (COLUMNS if self.activation is None else self.schedule.outputs)
+
+    def copy(self, tile: Array, column: Array, inner: Array, stage: Array) -> None:
+        """Start the copies of a step."""
+        refs, at, filled = self.refs, self.place(tile, column), self.refs.filled.at[stage]
+        step = at.split * self.schedule.steps + inner
+        inputs, rows = pl.ds(step * self.schedule.step_inputs, self.schedule.step_inputs), pl.ds(at.row, self.plan.tile)
+        for number in range(self.plan.sets):
+            block = refs.codes.at[at.matrix, pl.ds(self.columns(number, at), COLUMNS), inputs]
+            plgpu.copy_gmem_to_smem(block, refs.code_ring.at[stage, number], filled)
+        plgpu.copy_gmem_to_smem(refs.rows.at[rows, inputs], refs.row_ring.at[stage], filled)
+        for number in range(refs.inverse_ring.shape[1]):
+            part = step * self.plan.groups + number if self.in_parts else 0
+            inverse = refs.inverse_ring.at[stage, number, pl.ds(0, self.plan.tile)]
+            plgpu.copy_gmem_to_smem(refs.inverse.at[part, rows], inverse, filled)
+
+    def multiply(self, warpgroup: Array, tile: Array, column: Array, step: Array) -> None:
+        """Compute a block, from that step on."""
+        refs, at, dtype = self.refs, self.place(tile, column), self.refs.out.dtype
+        numbers = [rounded(own, dtype) for own in self._sums(warpgroup, at, step)]
+        if self.activation is not None:
+            numbers = [activate(numbers[0], numbers[1], self.activation, dtype)]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the results of the block before have been read
-        products.store(refs.results, warpgroup, result.astype(dtype))
+        for number, own in enumerate(numbers):
+            self.operations.store(refs.results.at[number], warpgroup, own.astype(dtype))
         plgpu.commit_smem()
-        block = pl.ds(tile * tile_rows, tile_rows), pl.ds(column + warpgroup * SIDE, SIDE)
-        plgpu.copy_smem_to_gmem(refs.results.at[warpgroup], refs.out.at[block])
+        rows = pl.ds(at.split * refs.rows.shape[0] + at.row, self.plan.tile)
+        for number in range(len(numbers)):
+            columns = pl.ds(at.column + number * COLUMNS + warpgroup * SIDE, SIDE)
+            plgpu.copy_smem_to_gmem(refs.results.at[number, warpgroup], refs.out.at[rows, columns])
 
-    split_work(
-        lambda: copy_blocks(schedule, num_tiles, refs.emptied, copy),
-        lambda warpgroup: multiply_blocks(schedule, num_tiles, functools.partial(multiply, warpgroup)),
-    )
+    def _decode(self, warpgroup: Array, stage: Array, number: int, group: int) -> Float[Array, "64 I"]:
+        """The codes of a set and a group of inputs."""
+        columns, inputs = pl.ds(warpgroup * SIDE, SIDE), pl.ds(group * GROUP, GROUP)
+        return self.refs.code_ring[stage, number, columns, inputs].astype(jnp.float16)
 
+    def _sums(self, warpgroup: Array, at: _Place, first_step: Array) -> list[Float[Array, "64 T"]]:
+        """Of each set, of rows as they were before they were scaled. Scales are loaded a step ahead."""
+        refs, schedule, plan, steps = self.refs, self.schedule, self.plan, self.schedule.steps
+        products = [(number, group) for number in range(plan.sets) for group in range(plan.groups)]
+        spans = [lax.div(self.columns(number, at), jnp.int32(GROUP)) for number in range(plan.sets)]
 
-def _add_up(
-    refs: _Refs, block: tuple[Array, Array, Array], first_step: Array, schedule: Schedule, products: _Products
-) -> tuple[tuple[Float[Array, "64 T"], ...], Float[Array, " T"]]:
-    """The sums of a block (warpgroup, tile, first column), and what they are multiplied by. Scales are loaded a step
-    ahead."""
-    (warpgroup, tile, column), groups = block, schedule.step_inputs // GROUP
-    matrix = refs.first[0] * schedule.stride + refs.tile_expert[tile]
-    parts = [(half, group) for half in range(schedule.halves) for group in range(groups)]
-    spans = [lax.div(half * schedule.outputs + column, jnp.int32(GROUP)) for half in range(schedule.halves)]
+        def load_scales(inner: Array) -> tuple[Array, ...]:
+            first = (at.split * steps + jnp.minimum(inner, steps - 1)) * plan.groups
+            return tuple(refs.scales[at.matrix, first + group, spans[number]] for number, group in products)
 
-    def load_scales(inner: Array) -> tuple[Array, ...]:
-        return tuple(refs.scales[matrix, inner * groups + group, spans[half]] for half, group in parts)
+        def first_codes(step: Array) -> Float[Array, "64 I"]:
+            plgpu.barrier_wait(refs.filled.at[schedule.stage(step)])
+            return self._decode(warpgroup, schedule.stage(step), *products[0])
 
-    def add(inner: Array, carry: tuple[Array, tuple[Array, ...], tuple[Array, ...], Array]) -> tuple[Any, ...]:
-        (step, sums, scales, _), own = carry, pl.ds(warpgroup * SIDE, SIDE)
-        following, stage = load_scales(jnp.minimum(inner + 1, schedule.steps - 1)), schedule.stage(step)
-        plgpu.barrier_wait(refs.filled.at[stage])
-        inputs = [pl.ds(group * GROUP, GROUP) for group in range(groups)]
-        codes = [refs.code_ring[stage, half, own, inputs[group]].astype(jnp.float16) for half, group in parts]
-        made = products.multiply(codes, [refs.row_ring.at[stage, :, inputs[group]] for _, group in parts])
-        added = list(sums)
-        for (half, _), product, scale in zip(parts, made, scales, strict=True):
-            added[half] = added[half] + product * scale
-        inverse = products.of_rows(refs.inverse_ring[stage, pl.ds(0, products.tile)])
+        def add(inner: Array, carry: tuple[Any, ...], *, is_last: bool = False) -> tuple[Any, ...]:
+            step, sums, scales, codes = carry
+            following, stage, added = load_scales(inner + 1), schedule.stage(step), list(sums)
+            later = [functools.partial(self._decode, warpgroup, stage, *own) for own in products[1:]]
+            later.append((lambda: codes) if is_last else functools.partial(first_codes, step + 1))
+            for (number, group), scale, decode in zip(products, scales, later, strict=True):
+                rows = refs.row_ring.at[stage, :, pl.ds(group * GROUP, GROUP)]
+                product, codes = self.operations.multiply(codes, rows, decode)
+                added[number] = added[number] + product * (self._inverse(stage, group) * scale)
+            if not is_last:
+                plgpu.barrier_arrive(refs.emptied.at[stage])
+            return step + 1, tuple(added), following, codes
+
+        nothing = (self.operations.zeros(),) * plan.sets
+        carry = first_step, nothing, load_scales(jnp.int32(0)), first_codes(first_step)
+        carry = lax.fori_loop(0, steps - 1, add, carry)
+        _, sums, *_ = add(jnp.int32(steps - 1), carry, is_last=True)
+        stage = schedule.stage(carry[0])
+        if not self.in_parts:
+            factors = self.operations.by_row(refs.inverse_ring[stage, 0, pl.ds(0, plan.tile)])
+            sums = tuple(own * factors for own in sums)
         plgpu.barrier_arrive(refs.emptied.at[stage])
-        return step + 1, tuple(added), following, inverse
+        return list(sums)
 
-    nothing = (products.zeros(),) * schedule.halves
-    inverse = products.of_rows(jnp.zeros((products.tile,), jnp.float32))
-    start = first_step, nothing, load_scales(jnp.int32(0)), inverse
-    _, sums, _, inverse = lax.fori_loop(0, schedule.steps, add, start)
-    return sums, inverse
+    def _inverse(self, stage: Array, group: int) -> Any:
+        """What the sums of a group are multiplied by: 1 where a row has one power."""
+        if not self.in_parts:
+            return 1.0
+        return self.operations.by_row(self.refs.inverse_ring[stage, group, pl.ds(0, self.plan.tile)])
 
 
-def tile_of_codes(rows: int) -> int:
-    """Rows of a tile, for so many rows of a matrix."""
-    return _FEW_TILE if rows <= _FEW_ROWS else CODE_TILE
+def _kernel(*arrays: Any, schedule: Schedule, plan: CodesPlan, activation: str | None, operations: _Operations) -> None:
+    block = _Block(_Refs.of(arrays), schedule, plan, operations, activation)
+    num_tiles = block.num_tiles()
+    split_work(
+        lambda: copy_blocks(schedule, num_tiles, block.refs.emptied, block.copy),
+        lambda warpgroup: multiply_blocks(schedule, num_tiles, functools.partial(block.multiply, warpgroup)),
+    )
 
 
 def has_code_blocks(matrices: Weight) -> TypeGuard[QuantizedWeight]:
@@ -206,40 +280,45 @@ def multiply_codes(
     rows: ScaledRows,
     matrices: QuantizedWeight,
     first: Int[Array, "1"],
-    tiles: Tiles,
+    tiles: Tiles | None,
     activation: str | None,
     dtype: Any,
     warpgroups: Warpgroups,
     *,
+    plan: CodesPlan,
     stride: int = 1,
-) -> Float[Array, "P O"]:
+) -> Float[Array, "SP O"]:
     """Rows of each tile times the matrix of its expert, in `dtype`; with an activation the activated halves,
-    [P, O / 2]."""
-    assert rows.inverse.shape[1] == 1, "a row has one power"
+    [P, O / 2]. Without `tiles`, all rows times the first matrix, in the parts of the sum that the plan has, [S*P, O]:
+    P is at least a tile, and a multiple of 8. Rows have one power, or one for each group of inputs."""
     (num_rows, inputs), halves = rows.shape, 1 if activation is None else 2
-    tile = num_rows // tiles.expert.shape[0]
+    in_parts = rows.inverse.shape[0] > 1
+    assert not in_parts or rows.part == GROUP, "a part is a group of inputs"
+    assert (plan.splits == 1) if tiles is not None else num_rows >= plan.tile and num_rows % 8 == 0, (num_rows, plan)
+    assert activation is None or plan.sets == 2, "gate and up"
     schedule = _schedule(
         inputs,
         matrices.shape[2] // halves,
-        halves,
-        tile=tile,
+        plan,
+        activated=activation is not None,
         result_bytes=jnp.dtype(dtype).itemsize,
         stride=stride,
         num_programs=warpgroups.num_programs,
     )
-    products = _Products(tile=tile, is_interpreted=warpgroups.interpret is not False)
+    operations = _Operations(tile=plan.tile, is_interpreted=warpgroups.interpret is not False)
+    num_inverse = plan.groups if in_parts else 1
     return launch(
-        functools.partial(_kernel, schedule=schedule, activation=activation, products=products),
-        [rows.values, rows.inverse.reshape(-1), matrices.codes, matrices.scales, first, tiles.expert, tiles.total],
+        functools.partial(_kernel, schedule=schedule, plan=plan, activation=activation, operations=operations),
+        [rows.values, rows.inverse, matrices.codes, matrices.scales, first, *(tiles or ())],
         name="codes" if activation is None else "activated_codes",
-        out=jax.ShapeDtypeStruct((num_rows, schedule.outputs), dtype),
+        out=jax.ShapeDtypeStruct((plan.splits * num_rows, schedule.outputs), dtype),
         rings=[
-            plgpu.SMEM((schedule.stages, tile, schedule.step_inputs), rows.values.dtype),
-            plgpu.SMEM((schedule.stages, max(tile, _ALIGNED)), jnp.float32),
-            plgpu.SMEM((schedule.stages, halves, _COLUMNS, schedule.step_inputs), matrices.codes.dtype),
-            plgpu.SMEM((CONSUMERS, tile, SIDE), dtype),
+            plgpu.SMEM((schedule.stages, plan.tile, schedule.step_inputs), rows.values.dtype),
+            plgpu.SMEM((schedule.stages, num_inverse, _aligned(plan.tile)), jnp.float32),
+            plgpu.SMEM((schedule.stages, plan.sets, COLUMNS, schedule.step_inputs), matrices.codes.dtype),
+            plgpu.SMEM((schedule.columns // COLUMNS, CONSUMERS, plan.tile, SIDE), dtype),
         ],
-        copies=2 + halves,
+        copies=1 + plan.sets + num_inverse,
         schedule=schedule,
         warpgroups=warpgroups,
     )

@@ -7,9 +7,10 @@ D hidden."""
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from routed_experts.layers.gpu.code_plans import plan_down, plan_gate_up
 from routed_experts.layers.gpu.expert_rows import AnyRows, Tiles, group_rows
-from routed_experts.layers.gpu.scaled_rows import ScaledRows, scale_rows
-from routed_experts.layers.gpu.warpgroup_codes import has_code_blocks, multiply_codes, tile_of_codes
+from routed_experts.layers.gpu.scaled_rows import ScaledRows, scale_rows, scale_rows_at
+from routed_experts.layers.gpu.warpgroup_codes import has_code_blocks, multiply_codes
 from routed_experts.layers.gpu.warpgroup_numbers import NUMBER_TILE, multiply_numbers, suits_number_products
 from routed_experts.layers.gpu.warpgroups import Warpgroups
 from routed_experts.layers.moe import ExpertCall, combine
@@ -46,10 +47,14 @@ def tiled_outputs(
     if isinstance(gate_up, QuantizedWeight):
         assert isinstance(down, QuantizedWeight), "see `suits_warpgroups`"
         scaled = scale_rows(call.x, interpret=interpret) if scaled_x is None else scaled_x
-        scaled, rows, tiles = grouped(scaled, tile_of_codes(call.expert_rows))
-        hidden = multiply_codes(scaled, gate_up, first, tiles, call.activation, dtype, warpgroups, stride=stride)
-        scaled = scale_rows(hidden, interpret=interpret)
-        return multiply_codes(scaled, down, first, tiles, None, dtype, warpgroups, stride=stride), rows
+        _, width, dim = down.shape
+        plans = plan_gate_up(call.expert_rows, dim), plan_down(call.expert_rows, width, dim)
+        scaled, rows, tiles = grouped(scaled, plans[0].tile)
+        hidden = multiply_codes(
+            scaled, gate_up, first, tiles, call.activation, dtype, warpgroups, plan=plans[0], stride=stride
+        )
+        scaled = scale_rows_at(hidden, rows, call.valid, interpret=interpret)
+        return multiply_codes(scaled, down, first, tiles, None, dtype, warpgroups, plan=plans[1], stride=stride), rows
     assert not isinstance(down, QuantizedWeight), "see `suits_warpgroups`"
     copied, rows, tiles = grouped(call.x, NUMBER_TILE)
     options = dict(expert_rows=call.expert_rows, stride=stride)
