@@ -27,8 +27,8 @@ from routed_experts.layers.gpu.linear import partial_sums
 from routed_experts.layers.gpu.moe import slot_outputs
 from routed_experts.layers.gpu.operands import MatrixKind
 from routed_experts.layers.gpu.residual import add_parts, add_slots, normed_rows
-from routed_experts.layers.gpu.scaled_rows import scale_rows
-from routed_experts.layers.kernels import RoutingSize, SlotOutputs, StreamNorm
+from routed_experts.layers.gpu.scaled_rows import ScaledRows, scale_rows
+from routed_experts.layers.kernels import NormedRows, RoutingSize, SlotOutputs, StreamNorm
 from routed_experts.models.decoder.coded_arrays import CodedArray
 from support.model_steps import PAGE, packed
 
