@@ -1,8 +1,9 @@
 """Projections on a GPU: for few rows, and on a Hopper GPU for many, a layer's matrix is read in place.
 
 With few rows the matrix is all the traffic, and slicing it first would pass it through memory three times. With more
-rows the library's product is faster, and with many, on a Hopper GPU, one by warpgroups, which needs no slice either. Of
-codes the library has no product. Dims: N tokens, R layers of the stack, D inputs, O outputs, S parts of a sum."""
+rows the library's product is faster, and with many, on a Hopper GPU, one by warpgroups, which needs no slice either.
+The library has no product of codes: from 64 rows on, warpgroups multiply those of a Hopper GPU. Dims: N tokens, R
+layers of the stack, D inputs, O outputs, S parts of a sum."""
 
 import dataclasses
 import functools
@@ -140,15 +141,8 @@ def partial_sums(
     """x [N, D] times the layer's matrix, as S parts that the next kernel adds up as it reads them; many rows times
     codes by warpgroups, where the GPU has them and the matrix suits."""
     num_rows, outputs = x.shape[0], weights.shape[2]
-    if warpgroups is not None and tile is None and _suits_code_products(x, weights):
-        assert isinstance(weights, QuantizedWeight), "see `_suits_code_products`"
-        plan = plan_matrix(num_rows, weights.shape[1], outputs, warpgroups.num_programs)
-        rows, first = rows_for_codes(x, interpret=interpret), jnp.asarray(layer, jnp.int32).reshape(1)
-        assert isinstance(rows, ScaledRows), "see `_suits_code_products`"
-        sums = multiply_codes(
-            rows, weights, first, None, None, jnp.float32 if plan.splits > 1 else dtype, warpgroups, plan=plan
-        )
-        return sums.reshape(plan.splits, num_rows, outputs)
+    if warpgroups is not None and tile is None and has_code_blocks(weights) and _suits_code_product(x):
+        return _code_product(x, weights, layer, dtype, warpgroups, interpret=interpret)
     tile = tile or tile_for(num_rows, weights)
     dtype = dtype if tile.splits == 1 else jnp.float32
     is_coded = isinstance(weights, QuantizedWeight)
@@ -169,14 +163,34 @@ def partial_sums(
     )(rows, weights, jnp.asarray(layer, jnp.int32).reshape(1))
 
 
-def _suits_code_products(x: Rows, weights: Weight) -> bool:
-    """Whether warpgroups multiply these rows by these codes, and faster than the Triton kernels do."""
+def _suits_code_product(x: Rows) -> bool:
+    """Whether warpgroups multiply these rows by codes in blocks, and faster than the Triton kernel does."""
     num_rows = x.shape[0]
-    if not has_code_blocks(weights) or num_rows < FEWEST_CODE_ROWS or num_rows % 8:
+    if num_rows < FEWEST_CODE_ROWS or num_rows % 8:
         return False
     if isinstance(x, ScaledRows):
         return x.inverse.shape[0] == 1 or x.part == GROUP
     return x.dtype == jnp.bfloat16
+
+
+def _code_product(
+    x: Rows,
+    weights: QuantizedWeight,
+    layer: Int[Array, ""] | int,
+    dtype: Any,
+    warpgroups: Warpgroups,
+    *,
+    interpret: bool,
+) -> Float[Array, "S N O"]:
+    """The product by warpgroups, of rows that suit, as `partial_sums` returns it."""
+    num_rows, (_, inputs, outputs) = x.shape[0], weights.shape
+    plan = plan_matrix(num_rows, inputs, outputs, warpgroups.num_programs)
+    rows, first = rows_for_codes(x, interpret=interpret), jnp.asarray(layer, jnp.int32).reshape(1)
+    assert isinstance(rows, ScaledRows), "see `_suits_code_product`"
+    dtype = dtype if plan.splits == 1 else jnp.float32
+    return multiply_codes(rows, weights, first, None, None, dtype, warpgroups, plan=plan).reshape(
+        plan.splits, num_rows, outputs
+    )
 
 
 def _number_product(

@@ -92,7 +92,9 @@ class _Refs(NamedTuple):
     @staticmethod
     def of(arrays: tuple[Any, ...]) -> "_Refs":
         """Those of a kernel's arguments."""
-        return _Refs(*arrays[:5], list(arrays[5:-7]), *arrays[-7:])
+        rows, inverse, codes, scales, first, *tiles = arrays[:-7]
+        out, *rings = arrays[-7:]
+        return _Refs(rows, inverse, codes, scales, first, tiles, out, *rings)
 
 
 class _Operations(NamedTuple):
@@ -231,7 +233,9 @@ class _Block:
         def add(inner: Array, carry: tuple[Any, ...], *, is_last: bool = False) -> tuple[Any, ...]:
             step, sums, scales, codes = carry
             following, stage, added = load_scales(inner + 1), schedule.stage(step), list(sums)
-            later = [functools.partial(self._decode, warpgroup, stage, *own) for own in products[1:]]
+            later: list[Callable[[], Array]] = [
+                functools.partial(self._decode, warpgroup, stage, *own) for own in products[1:]
+            ]
             later.append((lambda: codes) if is_last else functools.partial(first_codes, step + 1))
             for (number, group), scale, decode in zip(products, scales, later, strict=True):
                 rows = refs.row_ring.at[stage, :, pl.ds(group * GROUP, GROUP)]
