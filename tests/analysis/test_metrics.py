@@ -8,8 +8,17 @@ import numpy as np
 import pytest
 
 from analysis.records import random_record
-from routed_experts.analysis import balance, coactivation, expert_counts, layer_flow, routing_difference, utilization
+from routed_experts import analysis
+from routed_experts.analysis import (
+    balance,
+    coactivation,
+    expert_counts,
+    layer_flow,
+    routing_difference,
+    utilization,
+)
 from routed_experts.core.errors import RoutingAlignmentError, RoutingFormatError
+from routed_experts.placement import lru_coverage
 
 VALID = np.array([True, False, True, True, True, False, True, True, True])
 RECORDS = {
@@ -124,6 +133,14 @@ def test_ids_that_are_no_experts_are_refused():
     ids[2, 0, 1] = 8
     with pytest.raises(RoutingFormatError, match="expected"):
         expert_counts(dataclasses.replace(record, ids=ids))
+
+
+def test_what_is_no_record_is_refused_by_its_place():
+    record = random_record(rows=4, experts=8, top_k=2)
+    with pytest.raises(RoutingFormatError, match="record 1 is NoneType; expected RoutedExperts"):
+        analysis.known_rows(record, None)
+    with pytest.raises(RoutingFormatError, match="record 0 is ndarray; expected RoutedExperts"):
+        lru_coverage(record.ids)
 
 
 def test_a_difference_of_rows_that_repeat_an_expert_is_the_same_from_both_sides():

@@ -6,12 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from routed_experts import ResidencyMap, RoutedExperts, placement
+from routed_experts import ResidencyMap, RoutedExperts, RoutingStats, placement
 from routed_experts.core.errors import PlacementError
 
 LOAD = np.arange(16.0).reshape(2, 8)
 SIZES = dict(num_instances=8, num_devices=2)
 PLAN, RESIDENCY = placement.eplb(LOAD, **SIZES), placement.resident(LOAD, per_layer=2)
+ADAPTIVE = placement.AdaptiveResidency.start(RESIDENCY)
 COSTS = dict(expert_time_s=1.0, expert_bytes=1, link_bytes_per_s=1.0)
 
 
@@ -24,6 +25,13 @@ def record():
 
 RECORDS = [record()]
 WRONG = {
+    "no counts": (lambda: ADAPTIVE.observe(None, 1), "load has shape []; expected [M, E]"),
+    "counts of another model": (lambda: ADAPTIVE.observe(LOAD[:1], 1), "does not fit a model of 1 x 8"),
+    "tokens as text": (lambda: ADAPTIVE.observe(LOAD, "4"), "num_tokens='4' is str"),
+    "fewer than no tokens": (lambda: ADAPTIVE.observe(LOAD, -1), "num_tokens=-1; expected an integer of at least 0"),
+    "no step": (lambda: ADAPTIVE.observe(LOAD, 1, num_steps=0), "num_steps=0; expected an integer of at least 1"),
+    "no routing stats": (lambda: RoutingStats.merge(iter([])), "0 routing stats"),
+    "records for stats": (lambda: RoutingStats.merge(RECORDS), "parts[0] is RoutedExperts; expected RoutingStats"),
     "words for a load": (lambda: placement.eplb("x", **SIZES), "load='x' is no array of real numbers; expected [M, E]"),
     "objects for a load": (lambda: placement.resident([["a"] * 8] * 2, per_layer=2), "is no array of real numbers"),
     "ragged rows": (lambda: placement.static_coverage([[1, 2], [3]]), "load=a list of 2 is no array of real numbers"),

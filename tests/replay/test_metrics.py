@@ -111,6 +111,13 @@ def test_misses_of_other_rows_are_refused_when_they_are_traced():
         canary(jnp.asarray(missed), first)
 
 
+def test_misses_without_their_rows_are_refused():
+    routed, missed, *_ = batch()
+    for args in ((None, routed), (missed, None), (missed, routed.ids)):
+        with pytest.raises(InvalidRequestError, match=r"slot_miss is \[\]|routed is .*; expected a RoutedBatch"):
+            canary(*args)
+
+
 def misses(index=None, value=0.0, **options):
     array = np.zeros((*SHAPE, 3), **options)
     if index is not None:

@@ -705,6 +705,16 @@ def test_while_it_drains_no_request_is_accepted(engine):
         {"max_body_bytes": 5},
         {"routing_store_bytes": -1},
         {"routing_store_ttl": 0},
+        {"port": "8000"},
+        {"port": True},
+        {"host": None},
+        {"stall_timeout": "30"},
+        {"strict_fields": 1},
+        {"max_body_bytes": 2e6},
+        {"api_key": 12345678},
+        {"routed_experts_dialect": "vllm020"},
+        {"routed_experts_format": "int16"},
+        {"metrics_compat": "tgi"},
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float64, Int64, UInt
 
-from routed_experts.core.errors import RoutingAlignmentError
+from routed_experts.core.errors import RoutingAlignmentError, RoutingFormatError
 from routed_experts.core.load_metrics import load_entropy, load_gini, load_variation, num_unused, ratio
 from routed_experts.core.record_validation import check_id_range
 from routed_experts.core.routed_experts import RoutedExperts
@@ -110,7 +110,9 @@ def known_rows(*records: RoutedExperts) -> UInt[np.ndarray, "T M K"]:
     record, and RoutingFormatError for ids that are no experts."""
     if not records:
         raise RoutingAlignmentError("there are no records; expected at least one")
-    for record in records:
+    for index, record in enumerate(records):
+        if not isinstance(record, RoutedExperts):
+            raise RoutingFormatError(f"record {index} is {type(record).__name__}; expected RoutedExperts")
         _check_alike(records[0], record)
         check_id_range(
             record.ids,

@@ -11,6 +11,7 @@ from types import MappingProxyType
 import numpy as np
 from jaxtyping import Int, Int32
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PlacementError
 from routed_experts.core.npz_io import read_arrays, write_arrays
 
@@ -58,6 +59,14 @@ class ExpertPlacement:
         """Make the placement of these instances; an expert's instances are listed in ascending order. J is
         `max_replicas`, or else min(16, I - E + 1), or more if an expert has more; keep it from plan to plan, and the
         shapes stay. Raises PlacementError."""
+        for name, value, least in (
+            ("num_experts", num_experts, 1),
+            ("num_devices", num_devices, 1),
+            ("max_replicas", 1 if max_replicas is None else max_replicas, 1),
+            ("epoch", epoch, 0),
+        ):
+            if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
+                raise PlacementError(f"{name}={short_repr(value)}; expected an integer of at least {least}")
         given = _as_integers("physical_to_logical_map", physical_to_logical_map)
         if given.ndim != 2 or given.size == 0:
             raise PlacementError(

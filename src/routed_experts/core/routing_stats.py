@@ -6,7 +6,7 @@ Dims: F phases (prompt, generated), M MoE layers, E experts, K experts per token
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
@@ -112,12 +112,16 @@ class RoutingStats:
         )
 
     @staticmethod
-    def merge(parts: Sequence["RoutingStats"]) -> "RoutingStats":
+    def merge(parts: Iterable["RoutingStats"]) -> "RoutingStats":
         """The sum of counts of one model; their newest windows are added to each other, and so on to the oldest. A
         window of the sum holds tokens of all parts, which need not be of the same moment: each part closes its own.
         Raises PlacementError when they differ in shape, or when there is none."""
+        parts = tuple(parts)
         if not parts:
             raise PlacementError("0 routing stats; expected at least one")
+        for index, part in enumerate(parts):
+            if not isinstance(part, RoutingStats):
+                raise PlacementError(f"parts[{index}] is {type(part).__name__}; expected RoutingStats")
         first = parts[0]
         if len(parts) == 1:
             return first

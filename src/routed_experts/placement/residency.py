@@ -90,8 +90,13 @@ class AdaptiveResidency:
 
     def observe(self, counts: Int[np.ndarray, "M E"], num_tokens: int, *, num_steps: int = 1) -> "AdaptiveResidency":
         """Return the residency after `num_steps` more steps of `num_tokens` tokens in total; every eighth step
-        exchanges experts."""
+        exchanges experts. Raises PlacementError."""
+        counts = checked_load(counts)
         self.residency.check_model(*counts.shape)
+        for name, value, least in (("num_tokens", num_tokens, 0), ("num_steps", num_steps, 1)):
+            expected = f"an integer of at least {least}"
+            if check_integer(name, value, expected) < least:
+                raise PlacementError(f"{name}={value}; expected {expected}")
         fast, slow = 0.5 ** (num_tokens / _FAST), 0.5 ** (num_tokens / _SLOW)
         observed = dataclasses.replace(
             self,

@@ -93,7 +93,7 @@ def canary(slot_miss: UInt8[Array, "B S M"], routed: RoutedBatch) -> Float[Array
     """Mean share of replayed slots that the live router would not have chosen, over valid rows; 0 where there are none.
     Return it with the loss: rows of other tokens, layers or samples raise it from below 3 % to above 15 %. Raises
     InvalidRequestError, under jit when it is traced, for misses that are not of these rows."""
-    _check_one_forward(slot_miss.shape, routed)
+    _check_one_forward(np.shape(slot_miss), routed)
     shares = jnp.where(routed.valid[..., None], slot_miss.astype(jnp.float32), 0.0)
     slots = jnp.sum(routed.valid, dtype=jnp.float32) * slot_miss.shape[-1] * routed.ids.shape[-1]
     return jnp.sum(shares) / jnp.maximum(slots, 1.0)
@@ -182,6 +182,8 @@ def _is_real(array: np.ndarray) -> bool:
 
 def _check_one_forward(shape: tuple[int, ...], routed: RoutedBatch) -> None:
     """Raise unless misses of this shape [B, S, M] are of the rows."""
+    if not isinstance(routed, RoutedBatch):
+        raise InvalidRequestError(f"routed is {type(routed).__name__}; expected a RoutedBatch", param="routed")
     rows = (routed.ids.shape[:3], (*routed.valid.shape, *routed.ids.shape[2:3]))
     if any(shape != expected for expected in rows):
         text = (

@@ -2,10 +2,12 @@
 
 import dataclasses
 import re
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, get_args
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import ConfigError
+from routed_experts.formats.metadata import PayloadFormat
 from routed_experts.parsing import resolve_format
 
 MAX_HEADER_BYTES, MAX_HEADERS = 64 * 1024, 128
@@ -35,6 +37,7 @@ RESERVED_IDS = frozenset({"stats", "reset", ".", ".."})  # would hide routes bel
 MIN_KEY_CHARS, MAX_KEY_CHARS = 8, 512  # of API keys: shorter ones are easily guessed
 
 Dialect = Literal["sglang", "vllm021", "vllm"]
+MetricNames = Literal["vllm", "sglang"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +50,10 @@ class ServerSettings:
     api_key: str | None = dataclasses.field(default=None, repr=False)
     admin_api_key: str | None = dataclasses.field(default=None, repr=False)
     routed_experts_dialect: Dialect = "sglang"
-    routed_experts_format: Literal["int32", "npy", "packed", "list", "ref"] | None = None  # None: the dialect's
+    routed_experts_format: PayloadFormat | None = None  # None: the dialect's
     routing_store_bytes: int = 1 << 30
     routing_store_ttl: float = 600.0
-    metrics_compat: Literal["vllm", "sglang"] | None = None
+    metrics_compat: MetricNames | None = None
     expert_metrics: bool = False  # a series for every expert of every layer
     cors_origin: str | None = None
     request_timeout: float = 600.0
@@ -75,7 +78,16 @@ class ServerSettings:
         keys = {"api_key": self.api_key, "admin_api_key": self.admin_api_key}
         return tuple(name for name, key in keys.items() if key is not None and len(key) < MIN_KEY_CHARS)
 
+    def _check_kinds(self) -> None:
+        """Raise ConfigError for a value of another type, or for a name that is unknown."""
+        for field in dataclasses.fields(self):
+            _check_kind(field.name, getattr(self, field.name), field.default)
+        _check_choice("routed_experts_dialect", self.routed_experts_dialect, get_args(Dialect))
+        _check_choice("routed_experts_format", self.routed_experts_format, (None, *get_args(PayloadFormat)))
+        _check_choice("metrics_compat", self.metrics_compat, (None, *get_args(MetricNames)))
+
     def __post_init__(self) -> None:
+        self._check_kinds()
         resolve_format(None, tool_call_parser=self.tool_call_parser, reasoning_parser=self.reasoning_parser)
         if not 0 <= self.port <= 65_535:
             raise ConfigError(f"port={short_repr(self.port)} must be in 0..65535; 0 lets the system choose")
@@ -105,3 +117,25 @@ class ServerSettings:
             raise ConfigError(f"root_path={self.root_path!r} must be a path such as /llm, without a slash at its end")
         if self.cors_origin is not None and not re.fullmatch(r"https?://[^/\s*]+", self.cors_origin):
             raise ConfigError(f"cors_origin={self.cors_origin!r} must be one origin such as https://app.example")
+
+
+def _check_kind(name: str, value: object, default: object) -> None:
+    """Raise ConfigError for a value of another kind than the default; those without one are texts."""
+    if value is None and default is None:
+        return
+    if isinstance(default, bool):
+        expected, fits = "True or False", isinstance(value, bool)
+    elif isinstance(default, int):
+        expected, fits = "an integer", isinstance(value, int) and not isinstance(value, bool)
+    elif isinstance(default, float):
+        expected, fits = "a number of seconds", isinstance(value, int | float) and not isinstance(value, bool)
+    else:
+        expected, fits = "text", isinstance(value, str)
+    if not fits:
+        raise ConfigError(f"{name}={short_repr(value)} is {type(value).__name__}; it must be {expected}")
+
+
+def _check_choice(name: str, value: str | None, allowed: Sequence[str | None]) -> None:
+    if value not in allowed:
+        choices = ", ".join(own for own in allowed if own is not None)
+        raise ConfigError(f"{name}={short_repr(value)} is unknown; choose one of {choices}")
