@@ -31,6 +31,7 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.core.weight_version import to_label
 from routed_experts.engine.requests.prompt_lists import PER_PROMPT, PromptCalls, check_prediction, split_by_prompt
 from routed_experts.engine.requests.token_ids import is_nested
+from routed_experts.fleet.bundles import PLACEMENT_S, check_bundles, check_taken, not_reserved
 from routed_experts.fleet.engine_actor import EngineActor
 from routed_experts.fleet.prompt_balancer import PromptBalancer, split
 from routed_experts.fleet.ray_runtime import import_ray
@@ -44,7 +45,6 @@ from routed_experts.server.limits import ServerSettings
 MAX_CALLS = 256  # that generate or score
 _GENERATION, _CONTROL_THREADS = "generation", 8
 _OTHER_UPDATE = ("weights_prepared", "update_in_progress")  # codes of an engine that another call has prepared
-PLACEMENT_S = 60.0  # in which the bundles of a group must be reserved
 ABORT_S = 10.0  # in which the calls of other engines end, once one has refused its part
 SHUTDOWN_S = 20.0  # in which an engine ends by itself; then it is killed
 
@@ -99,13 +99,13 @@ class EngineGroup:
             total = ray.cluster_resources()
             check_resources(spec, total, field="replicas")
             bundle = host_bundle(args.tp_size, nnodes, total)
-            _check_taken(resources, {0: bundle})
+            check_taken(resources, {0: bundle})
             placement_group = owned = ray.util.placement_group([dict(bundle)] * number, strategy="PACK")
         try:
-            indices = _check_bundles(placement_group, bundle_indices, number)
-            _check_taken(resources, {index: placement_group.bundle_specs[index] for index in indices[::nnodes]})
+            indices = check_bundles(placement_group, bundle_indices, number)
+            check_taken(resources, {index: placement_group.bundle_specs[index] for index in indices[::nnodes]})
             if not placement_group.wait(PLACEMENT_S):
-                raise _not_placed(spec, ray.available_resources(), is_owned=owned is not None)
+                raise not_reserved(spec, ray.available_resources(), is_owned=owned is not None)
             for first in range(0, number, nnodes):
                 actors.append(_start(spec, placement_group, indices[first : first + nnodes], resources))
             group = EngineGroup(actors, owned_placement_group=owned)
@@ -399,40 +399,6 @@ def _remote_class(ray: Any, num_calls: int) -> Any:
     for method in (EngineActor.generate, EngineActor.score):
         ray.method(concurrency_group=_GENERATION)(method)
     return ray.remote(concurrency_groups={_GENERATION: num_calls})(EngineActor)
-
-
-def _check_bundles(placement_group: Any, indices: Sequence[int] | None, number: int) -> list[int]:
-    """The bundle of every process. Raises ConfigError."""
-    found = list(range(number)) if indices is None else [int(index) for index in indices]
-    size = len(placement_group.bundle_specs)
-    if len(found) != number or len(set(found)) != number or not all(0 <= index < size for index in found):
-        text = f"bundle_indices={found} for {number} processes and a placement group of {size} bundles"
-        raise ConfigError(f"{text}; give each process a bundle of its own")
-    return found
-
-
-def _check_taken(resources: Mapping[str, float] | None, bundles: Mapping[int, Mapping[str, float]]) -> None:
-    """Raise ConfigError for resources that one of these bundles, by index, does not have."""
-    for name, amount in (resources or {}).items():
-        if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 <= amount < float("inf"):
-            raise ConfigError(f"resources: {name}={short_repr(amount)} must be a number from 0 on")
-        for index, bundle in bundles.items():
-            if amount > bundle.get(name, 0.0):
-                listed = ", ".join(f"{kind}: {size:g}" for kind, size in bundle.items())
-                text = f"resources: {name}={amount:g} for an engine, above bundle {index} of its placement group"
-                raise ConfigError(f"{text} ({listed}); take at most what the bundle has, or give larger bundles")
-
-
-def _not_placed(spec: ReplicaSpec, free: Mapping[str, float], *, is_owned: bool) -> ConfigError:
-    """The error of a placement group that is not reserved in time."""
-    text = f"the placement group of the engines is not reserved within {PLACEMENT_S:g} s"
-    if not is_owned:
-        return ConfigError(f"{text}; wait until it is ready, then create the engines in it")
-    try:
-        check_resources(spec, free, field="replicas")
-    except ConfigError as error:
-        return ConfigError(f"{text}: {error}")
-    return ConfigError(f"{text}; lower replicas, or stop what else runs in this Ray")
 
 
 def _split_call(prompts: Sequence[object], options: Mapping[str, Any]) -> PromptCalls:
