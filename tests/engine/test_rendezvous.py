@@ -260,6 +260,18 @@ def test_processes_that_came_and_left_are_named_after_dist_timeout(ranks, expect
         assert re.search(expected, str(members.exception(20)))
 
 
+def test_a_process_that_left_and_came_again_is_there():
+    with leader(nnodes=3, timeout=3.0) as (address, members):
+        with connect(address) as gone:
+            gone.sendall(b"".join(encode(hello(rank=1, nnodes=3))))
+            await_arrival(address, 1, 3)
+        await_departure(address, 1, 3)
+        with connect(address) as back:
+            back.sendall(b"".join(encode(hello(rank=1, nnodes=3))))
+            await_arrival(address, 1, 3)
+            assert re.search(r"processes 2 of 3 did not come to .* \(came: 0, 1\)", str(members.exception(20)))
+
+
 def test_processes_that_have_come_are_told_that_process_0_was_asked_to_end():
     address = free_address()
     rendezvous = Rendezvous(dist(address, nnodes=4), FIELDS)

@@ -219,6 +219,27 @@ def test_an_engine_that_does_not_start_leaves_nothing_reserved(monkeypatch):
     assert caught.value is error and ray.removed == ray.groups and ray.killed == ray.actors
 
 
+def test_an_interrupt_while_engines_start_leaves_nothing_reserved(monkeypatch):
+    ray = use(monkeypatch, LocalRay({"CPU": 4.0}, {"CPU": 4.0}, start=KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        module.EngineGroup.create(ARGS, replicas=2)
+    assert ray.removed == ray.groups and ray.killed == ray.actors and len(ray.actors) == 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "threads"),
+    [
+        (dict(max_running_requests=4, max_queued_requests=10), 14),
+        (dict(max_running_requests=4, max_queued_requests=10, dp_size=2, tp_size=2, ep_size=2), 18),
+        (dict(max_running_requests=4, max_queued_requests=1024), 256),
+    ],
+)
+def test_an_engine_has_a_thread_for_each_request_that_it_may_hold(monkeypatch, sizes, threads):
+    ray = use(monkeypatch, LocalRay({"CPU": 8.0}, {"CPU": 8.0}))
+    module.EngineGroup.create(ServerArgs(model_path="demo", **sizes), replicas=1)
+    assert ray.actors[0].options["generation"] == threads
+
+
 class RefusingActor:
     """An engine whose `prepare_weights` has this outcome."""
 
