@@ -27,6 +27,7 @@ from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.requests.input_processor import InputProcessor, RequestLimits
 from routed_experts.fleet import engine_group as module
+from routed_experts.fleet.bundles import PLACEMENT_S
 from routed_experts.replay.check import check_record
 
 LIMITS = RequestLimits(context_length=32, pool_tokens=64, vocab_size=50, capture=None)
@@ -176,7 +177,7 @@ ARGS = ServerArgs(model_path="demo")
 def test_a_group_is_made_in_the_bundles_that_it_reserves(monkeypatch):
     ray = use(monkeypatch, LocalRay({"CPU": 4.0}, {"CPU": 4.0}))
     group = module.EngineGroup.create(ARGS, replicas=3, resources={"CPU": 0.5})
-    assert ray.groups[0].bundle_specs == [{"CPU": 1.0}] * 3 and ray.groups[0].waits == [module.PLACEMENT_S]
+    assert ray.groups[0].bundle_specs == [{"CPU": 1.0}] * 3 and ray.groups[0].waits == [PLACEMENT_S]
     assert [actor.options["num_cpus"] for actor in group.actors] == [0.5] * 3 and not ray.removed
 
 

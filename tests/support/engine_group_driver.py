@@ -15,7 +15,7 @@ import ray
 
 from routed_experts import ConfigError, InvalidRequestError, ReplicaLostError, ServerArgs, WeightsMismatchError
 from routed_experts.core.errors import MemoryPlanError
-from routed_experts.fleet import engine_group
+from routed_experts.fleet import bundles
 from routed_experts.fleet.engine_group import EngineGroup, processes
 from routed_experts.fleet.start import application
 from support.process_groups import Stopwatch
@@ -73,7 +73,7 @@ def raised(kind, call):
 
 def check_what_does_not_fit(args):
     """Of four CPUs the group of this driver has three."""
-    engine_group.PLACEMENT_S = 2.0
+    bundles.PLACEMENT_S = 2.0
     for keywords, text in (
         ({"replicas": 9}, "replicas=9 do not fit (CPU: 9 needed, 4 free); set replicas=4"),
         ({"replicas": 3}, "not reserved within 2 s: replicas=3 do not fit (CPU: 3 needed, 1 free); set replicas=1"),

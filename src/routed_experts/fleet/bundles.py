@@ -1,6 +1,6 @@
 """The bundles of Ray's placement groups that the processes of an EngineGroup have."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from routed_experts.core.error_text import short_repr
@@ -32,13 +32,18 @@ def check_taken(resources: Mapping[str, float] | None, bundles: Mapping[int, Map
                 raise ConfigError(f"{text} ({listed}); take at most what the bundle has, or give larger bundles")
 
 
-def not_reserved(spec: ReplicaSpec, free: Mapping[str, float], *, is_owned: bool) -> ConfigError:
-    """The error of a placement group that is not reserved in time."""
+def await_bundles(
+    placement_group: Any, spec: ReplicaSpec, free: Callable[[], Mapping[str, float]], *, is_owned: bool
+) -> None:
+    """Wait until the bundles are reserved. Raises ConfigError after PLACEMENT_S; of a group that `is_owned` with what
+    does not fit the `free` resources then."""
+    if placement_group.wait(PLACEMENT_S):
+        return
     text = f"the placement group of the engines is not reserved within {PLACEMENT_S:g} s"
     if not is_owned:
-        return ConfigError(f"{text}; wait until it is ready, then create the engines in it")
+        raise ConfigError(f"{text}; wait until it is ready, then create the engines in it")
     try:
-        check_resources(spec, free, field="replicas")
+        check_resources(spec, free(), field="replicas")
     except ConfigError as error:
-        return ConfigError(f"{text}: {error}")
-    return ConfigError(f"{text}; lower replicas, or stop what else runs in this Ray")
+        raise ConfigError(f"{text}: {error}") from None
+    raise ConfigError(f"{text}; lower replicas, or stop what else runs in this Ray")

@@ -31,7 +31,7 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.core.weight_version import to_label
 from routed_experts.engine.requests.prompt_lists import PER_PROMPT, PromptCalls, check_prediction, split_by_prompt
 from routed_experts.engine.requests.token_ids import is_nested
-from routed_experts.fleet.bundles import PLACEMENT_S, check_bundles, check_taken, not_reserved
+from routed_experts.fleet.bundles import await_bundles, check_bundles, check_taken
 from routed_experts.fleet.engine_actor import EngineActor
 from routed_experts.fleet.prompt_balancer import PromptBalancer, split
 from routed_experts.fleet.ray_runtime import import_ray
@@ -86,7 +86,7 @@ class EngineGroup:
         of it; a part, where a trainer shares it); followers take all of theirs. Without a group one is made, and
         removed by `shutdown`. `parts`: placement, speculative, experts.
         Raises ConfigError, also where no Ray runs (it is the caller's to start), for what does not fit the Ray or a
-        bundle, and for a group whose bundles are not reserved within PLACEMENT_S; and what an engine raises that cannot
+        bundle, and for a group whose bundles are not reserved within 60 s; and what an engine raises that cannot
         start. Then nothing is left of what was made here."""
         ray = import_ray()
         if not ray.is_initialized():
@@ -104,8 +104,7 @@ class EngineGroup:
         try:
             indices = check_bundles(placement_group, bundle_indices, number)
             check_taken(resources, {index: placement_group.bundle_specs[index] for index in indices[::nnodes]})
-            if not placement_group.wait(PLACEMENT_S):
-                raise not_reserved(spec, ray.available_resources(), is_owned=owned is not None)
+            await_bundles(placement_group, spec, ray.available_resources, is_owned=owned is not None)
             for first in range(0, number, nnodes):
                 actors.append(_start(spec, placement_group, indices[first : first + nnodes], resources))
             group = EngineGroup(actors, owned_placement_group=owned)

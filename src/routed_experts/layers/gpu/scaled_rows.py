@@ -87,7 +87,7 @@ def scale_rows(x: Float[Array, "N D"], *, interpret: bool) -> ScaledRows:
 
 
 def _scale_at(x: Any, at: Any, valid: Any, scaled: Any, *, size: int, per_row: int) -> None:
-    """Block of `size` numbers of rows."""
+    """Block of `size` slots, whose rows have their numbers in `at`."""
     slots, dim = pl.program_id(0) * size + jnp.arange(size), x.shape[1]
     lanes = jnp.arange(power_of_two(dim))
     exists = slots < at.shape[0]
