@@ -29,8 +29,10 @@ HALF = jnp.bfloat16
 
 
 def random_codes(inputs, outputs, *, stack=3) -> QuantizedWeight:
-    """Of which all but the second are NaN."""
-    numbers = jax.random.normal(jax.random.key(0), (stack, inputs, outputs), HALF)
+    """Of which all but the second are NaN. Blocks have scales of several magnitudes."""
+    powers = 2.0 ** np.random.default_rng(inputs + outputs).integers(-4, 5, (inputs // 128, outputs // 128))
+    blocks = jnp.asarray(powers.repeat(128, axis=0).repeat(128, axis=1), HALF)
+    numbers = jax.random.normal(jax.random.key(0), (stack, inputs, outputs), HALF) * blocks
     codes, scales = quantize_blocks(numbers, segments=(outputs,), group=128, span=128, outputs_first=True)
     codes = jnp.where(jnp.arange(stack)[:, None, None] == 1, codes, jnp.float8_e4m3fn(jnp.nan))
     return QuantizedWeight.create(codes, scales, outputs_first=True, dtype=jnp.dtype(HALF))
@@ -130,12 +132,12 @@ def test_rows_are_scaled_where_they_are(num_rows, top_k, dim):
     slots = num_rows * top_k
     at, valid = rng.permutation(slots + 30)[:slots].reshape(num_rows, top_k), rng.random(num_rows) < 0.7
     x = uneven_rows(slots + 30, 256)[:, :dim]
-    own = at[valid].reshape(-1)
-    at = np.where(valid[:, None], at, 10**6)  # is not read
+    own, others = at[valid].reshape(-1), at[~valid].reshape(-1)
     run = jax.jit(lambda x, at, valid: scale_rows_at(x, at, valid, interpret=True))
     actual, expected = run(x, jnp.asarray(at, jnp.int32), jnp.asarray(valid)), scaled(x)
     np.testing.assert_array_equal(np.asarray(actual.values)[own], np.asarray(expected.values)[own])
     np.testing.assert_array_equal(np.asarray(actual.inverse)[:, own], np.asarray(expected.inverse)[:, own])
+    assert len(others) and np.isnan(np.asarray(actual.values)[others]).all(), "rows of padding are not written"
 
 
 def end_of_last(plan, us_a_group, num_rows, inputs, outputs, num_programs) -> float:
