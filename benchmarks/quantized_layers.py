@@ -221,6 +221,8 @@ class Layers:
 
     def product(self, x: Rows, weights: Weight, layer: Array) -> Array:
         """A projection in parts."""
+        if self.variant in (PLAIN, CODES):
+            return self.fused.product(x, weights, layer)
         tile, num_rows = tile_for(x.shape[0], weights), x.shape[0]
         if self.variant in SCALINGS:
             tile = dataclasses.replace(tile, scaled=SCALINGS[self.variant])

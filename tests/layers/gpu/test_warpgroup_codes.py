@@ -16,7 +16,7 @@ from routed_experts.layers.gpu.backends import gpu_kernels
 from routed_experts.layers.gpu.code_plans import CodesPlan, plan_down, plan_gate_up, plan_matrix
 from routed_experts.layers.gpu.linear import FEWEST_CODE_ROWS, partial_sums
 from routed_experts.layers.gpu.scaled_rows import ScaledRows, scale_rows, scale_rows_at
-from routed_experts.layers.gpu.warpgroup_codes import _schedule, multiply_codes
+from routed_experts.layers.gpu.warpgroup_codes import _schedule, has_code_blocks, multiply_codes
 from routed_experts.layers.gpu.warpgroups import Warpgroups, find_warpgroups
 from routed_experts.layers.quantized import QuantizedWeight, quantize_blocks
 from support.abstract_gpu import hopper_mesh
@@ -148,6 +148,47 @@ def end_of_last(plan, us_a_group, num_rows, inputs, outputs, num_programs) -> fl
         ends[first] += inputs // plan.splits // 128 * us_a_group
     parts = plan.splits * num_rows * outputs * code_plans._US_A_NUMBER if plan.splits > 1 else 0
     return max(ends) + parts
+
+
+def test_parts_of_sums_are_float32_and_a_whole_sum_is_of_the_dtype():
+    weights, x = random_codes(512, 128), uneven_rows(64, 512)
+    for warpgroups in (INTERPRETED, None):
+        run = functools.partial(partial_sums, dtype=HALF, warpgroups=warpgroups, interpret=True)
+        parts = jax.eval_shape(lambda x, run=run: run(x, weights, 1), x)
+        assert parts.dtype == (jnp.float32 if parts.shape[0] > 1 else HALF)
+    whole = jax.eval_shape(lambda x: partial_sums(x, random_codes(128, 128), 1, dtype=HALF, interpret=True), x[:, :128])
+    assert whole.shape[0] == 1 and whole.dtype == HALF
+
+
+def test_scales_of_single_outputs_and_tiles_by_name_are_left_to_the_other_kernel():
+    fine = quantize_blocks(jnp.ones((3, 256, 128)), segments=(128,), group=128, outputs_first=True)
+    weights, x = QuantizedWeight.create(*fine, outputs_first=True), uneven_rows(64, 256)
+    assert not has_code_blocks(weights) and has_code_blocks(random_codes(256, 128))
+    run = functools.partial(partial_sums, warpgroups=INTERPRETED, interpret=True)
+    tile = linear.tile_for(64, random_codes(256, 128))
+    jaxpr = jax.make_jaxpr(lambda x: run(x, random_codes(256, 128), 1, tile=tile))(x)
+    assert "barrier_wait" not in str(jaxpr)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "inputs", "outputs", "plan"),
+    [
+        (64, 2048, 5120, CodesPlan(tile=64, groups=2, splits=2)),
+        (64, 4096, 2048, CodesPlan(tile=64, groups=2, splits=8)),
+        (256, 2048, 5120, CodesPlan(tile=88, groups=2)),
+        (256, 4096, 2048, CodesPlan(tile=64, groups=2, splits=2)),
+        (8192, 2048, 5120, CodesPlan(tile=128)),
+    ],
+)
+def test_plans_of_measured_shapes_are_those_that_were_measured_best(num_rows, inputs, outputs, plan):
+    assert plan_matrix(num_rows, inputs, outputs, 132) == plan
+
+
+def test_plans_of_experts_are_those_that_were_measured_best():
+    for rows, tile in ((16, 32), (32, 64), (64, 72), (256, 72)):
+        assert plan_gate_up(rows, 2048).tile == plan_down(rows, 768, 2048).tile == tile
+    assert plan_gate_up(16, 2048).groups == plan_down(16, 768, 2048).groups == plan_down(64, 768, 2048).sets == 2
+    assert plan_down(64, 768, 384).sets == 1
 
 
 @hypothesis.given(

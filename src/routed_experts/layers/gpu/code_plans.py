@@ -19,13 +19,16 @@ _SPLITS = (1, 2, 4, 8)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CodesPlan:
-    """Blocks of tiles of `tile` rows by `sets` of 128 columns, gate and up or neighbours; in steps of `groups` groups
-    of inputs; sums are made in `splits` parts."""
+    """Blocks of `tile` rows, a multiple of 8 up to 256, by `sets` of 128 columns: those of gate and of up, or
+    neighbours. A step is `groups` groups of inputs, and sums are made in `splits` parts."""
 
     tile: int
     sets: int = 1
     groups: int = 1
     splits: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.tile % 8 == 0 and 0 < self.tile <= 256, self
 
 
 def plan_gate_up(expert_rows: float, inputs: int) -> CodesPlan:
@@ -35,13 +38,13 @@ def plan_gate_up(expert_rows: float, inputs: int) -> CodesPlan:
 
 
 def plan_down(expert_rows: float, inputs: int, outputs: int) -> CodesPlan:
-    """Of the second one; its tiles have as many rows."""
+    """Of the second product; its tiles have as many rows as those of the first."""
     _, tile, _, groups, sets = next(row for row in _EXPERTS if expert_rows <= row[0])
     return CodesPlan(tile=tile, sets=_dividing(sets, outputs), groups=_dividing(groups, inputs))
 
 
 def _dividing(count: int, numbers: int) -> int:
-    """So many 128s at a time, or 1 where the numbers are no multiple."""
+    """`count` where `numbers` is a multiple of `count` times 128, else 1."""
     return count if numbers % (count * GROUP) == 0 else 1
 
 
@@ -53,6 +56,7 @@ def plan_matrix(num_rows: int, inputs: int, outputs: int, num_programs: int) -> 
         groups = -(-blocks // num_programs) * (inputs // GROUP // splits)
         return groups * us_a_group + (splits * num_rows * outputs * _US_A_NUMBER if splits > 1 else 0.0)
 
+    assert num_rows >= _TILES[0][0], num_rows
     fitting = (
         (tile, groups, us_a_group, splits)
         for (tile, groups, us_a_group), splits in itertools.product(_TILES, _SPLITS)

@@ -69,9 +69,10 @@ def choose_tile(num_rows: int, inner: int, outputs: int) -> LinearTile:
 
 
 def choose_codes_tile(num_rows: int, inner: int, outputs: int, unit: int, *, packed: bool = False) -> LinearTile:
-    """The same for codes, whose parts have a multiple of `unit` inputs; `packed` are those of 4 bits. Measured best, or
-    as good as the best, with matrices of 2048 x 5120 and 4096 x 2048: of e4m3 on an H200 with 1, 8, 16, 32, 64, 128 and
-    256 rows and on an H100 with 1024 and 4096, and of int4 on an H200 with 1, 16, 64 and 256 rows."""
+    """The same for codes that warpgroups do not multiply, whose parts have a multiple of `unit` inputs; `packed` are
+    those of 4 bits. Measured best, or as good as the best, with matrices of 2048 x 5120 and 4096 x 2048: of e4m3 on an
+    H200 with 1, 8, 16, 32, 64, 128 and 256 rows and on an H100 with 1024 and 4096, and of int4 on an H200 with 1, 16,
+    64 and 256 rows."""
     if num_rows == 1:
         out, step, warps = (8, 2048, 8) if packed else (4, 1024, 2)
         splits = _splits(inner, max(1, inner // 2048), unit)
@@ -138,9 +139,10 @@ def partial_sums(
     warpgroups: Warpgroups | None = None,
     interpret: bool = False,
 ) -> Float[Array, "S N O"]:
-    """x [N, D] times the layer's matrix, as S parts that the next kernel adds up as it reads them; many rows times
-    codes by warpgroups, where the GPU has them and the matrix suits."""
+    """x [N, D] times the layer's matrix, as S parts that the next kernel adds up as it reads them: float32, and
+    `dtype` where there is one. Many rows times codes by warpgroups, where the GPU has them and the matrix suits."""
     num_rows, outputs = x.shape[0], weights.shape[2]
+    check_weights(weights)
     if warpgroups is not None and tile is None and has_code_blocks(weights) and _suits_code_product(x):
         return _code_product(x, weights, layer, dtype, warpgroups, interpret=interpret)
     tile = tile or tile_for(num_rows, weights)
@@ -149,7 +151,6 @@ def partial_sums(
     assert is_coded or not isinstance(x, ScaledRows), "numbers are multiplied by rows as they are"
     tile = dataclasses.replace(tile, inner=scaled_step(tile.inner, x.dtype if is_coded else weights.dtype))
     if is_coded:
-        check_weights(weights)
         assert tile.splits == 1 or weights.shape[1] % (tile.splits * part_unit(weights)) == 0, (tile, weights.shape)
     is_scaled = is_coded and tile.scaled and tile.rows >= FEWEST_ROWS
     rows = rows_for_codes(x, interpret=interpret) if is_scaled else x

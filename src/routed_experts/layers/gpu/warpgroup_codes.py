@@ -53,14 +53,15 @@ def _schedule(
     columns = COLUMNS if activated else plan.sets * COLUMNS
     step_bytes = depth * (plan.sets * COLUMNS + plan.tile * 2) + plan.groups * _aligned(plan.tile) * 4
     stages = min((SHARED_BYTES - plan.tile * columns * result_bytes) // step_bytes, _MOST_STAGES, steps)
-    assert stages > 1 or steps == 1, f"a stage is emptied once the next one is filled: {plan}"
+    assert outputs % columns == 0, (outputs, plan)
+    assert stages >= min(steps, 2), f"a stage is emptied once the next one is filled: {plan}"
     return Schedule(
         outputs=outputs,
         columns=columns,
         steps=steps,
         step_inputs=depth,
         stages=stages,
-        halves=plan.sets,
+        halves=2 if activated else 1,
         stride=stride,
         num_programs=num_programs,
     )
@@ -90,7 +91,7 @@ class _Refs(NamedTuple):
     emptied: Any
 
     @staticmethod
-    def of(arrays: tuple[Any, ...]) -> "_Refs":
+    def from_arguments(arrays: tuple[Any, ...]) -> "_Refs":
         """Those of a kernel's arguments."""
         rows, inverse, codes, scales, first, *tiles = arrays[:-7]
         out, *rings = arrays[-7:]
@@ -137,7 +138,7 @@ class _Operations(NamedTuple):
             results.at[warpgroup].T[...] = plgpu.layout_cast(numbers, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
-class _Place(NamedTuple):
+class _BlockIndex(NamedTuple):
     """Where a block is: the matrix of the stack, the first row, the part of the sum and the first column."""
 
     matrix: Array
@@ -161,16 +162,16 @@ class _Block:
         """Whether rows have parts, a group each, with powers of their own."""
         return self.refs.inverse.shape[0] > 1
 
-    def place(self, tile: Array, column: Array) -> _Place:
+    def locate(self, tile: Array, column: Array) -> _BlockIndex:
         """Of a tile's block. The tiles of one matrix come once for each part of the sum, and the last of them ends with
         the last row: rows that are in two tiles are computed, and written, twice."""
         num_rows, rows = self.refs.rows.shape[0], self.plan.tile
         matrix = self.refs.first[0] * self.schedule.stride
         if self.refs.tiles:
-            return _Place(matrix + self.refs.tiles[0][tile], tile * rows, jnp.int32(0), column)
+            return _BlockIndex(matrix + self.refs.tiles[0][tile], tile * rows, jnp.int32(0), column)
         split = lax.div(tile, jnp.int32(-(-num_rows // rows)))
         own = tile - split * -(-num_rows // rows)
-        return _Place(matrix, jnp.minimum(own * rows, num_rows - rows), split, column)
+        return _BlockIndex(matrix, jnp.minimum(own * rows, num_rows - rows), split, column)
 
     def num_tiles(self) -> Array:
         """Of the product."""
@@ -178,13 +179,13 @@ class _Block:
             return self.refs.tiles[1][0]
         return jnp.int32(-(-self.refs.rows.shape[0] // self.plan.tile) * self.plan.splits)
 
-    def columns(self, number: int, at: _Place) -> Array:
+    def columns(self, number: int, at: _BlockIndex) -> Array:
         """The first column of that set."""
         return at.column + number * (COLUMNS if self.activation is None else self.schedule.outputs)
 
     def copy(self, tile: Array, column: Array, inner: Array, stage: Array) -> None:
         """Start the copies of a step."""
-        refs, at, filled = self.refs, self.place(tile, column), self.refs.filled.at[stage]
+        refs, at, filled = self.refs, self.locate(tile, column), self.refs.filled.at[stage]
         step = at.split * self.schedule.steps + inner
         inputs, rows = pl.ds(step * self.schedule.step_inputs, self.schedule.step_inputs), pl.ds(at.row, self.plan.tile)
         for number in range(self.plan.sets):
@@ -198,7 +199,7 @@ class _Block:
 
     def multiply(self, warpgroup: Array, tile: Array, column: Array, step: Array) -> None:
         """Compute a block, from that step on."""
-        refs, at, dtype = self.refs, self.place(tile, column), self.refs.out.dtype
+        refs, at, dtype = self.refs, self.locate(tile, column), self.refs.out.dtype
         numbers = [rounded(own, dtype) for own in self._sums(warpgroup, at, step)]
         if self.activation is not None:
             numbers = [activate(numbers[0], numbers[1], self.activation, dtype)]
@@ -216,7 +217,7 @@ class _Block:
         columns, inputs = pl.ds(warpgroup * SIDE, SIDE), pl.ds(group * GROUP, GROUP)
         return self.refs.code_ring[stage, number, columns, inputs].astype(jnp.float16)
 
-    def _sums(self, warpgroup: Array, at: _Place, first_step: Array) -> list[Float[Array, "64 T"]]:
+    def _sums(self, warpgroup: Array, at: _BlockIndex, first_step: Array) -> list[Float[Array, "64 T"]]:
         """Of each set, of rows as they were before they were scaled. Scales are loaded a step ahead."""
         refs, schedule, plan, steps = self.refs, self.schedule, self.plan, self.schedule.steps
         products = [(number, group) for number in range(plan.sets) for group in range(plan.groups)]
@@ -264,7 +265,7 @@ class _Block:
 
 
 def _kernel(*arrays: Any, schedule: Schedule, plan: CodesPlan, activation: str | None, operations: _Operations) -> None:
-    block = _Block(_Refs.of(arrays), schedule, plan, operations, activation)
+    block = _Block(_Refs.from_arguments(arrays), schedule, plan, operations, activation)
     num_tiles = block.num_tiles()
     split_work(
         lambda: copy_blocks(schedule, num_tiles, block.refs.emptied, block.copy),
@@ -299,6 +300,7 @@ def multiply_codes(
     in_parts = rows.inverse.shape[0] > 1
     assert not in_parts or rows.part == GROUP, "a part is a group of inputs"
     assert (plan.splits == 1) if tiles is not None else num_rows >= plan.tile and num_rows % 8 == 0, (num_rows, plan)
+    assert tiles is None or num_rows == tiles.expert.shape[0] * plan.tile, "tiles are those of the plan"
     assert activation is None or plan.sets == 2, "gate and up"
     schedule = _schedule(
         inputs,
