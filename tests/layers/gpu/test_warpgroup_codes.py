@@ -146,7 +146,7 @@ def end_of_last(plan, us_a_group, num_rows, inputs, outputs, num_programs) -> fl
     for _ in range(-(-num_rows // plan.tile) * (outputs // 128) * plan.splits):
         first = ends.index(min(ends))
         ends[first] += inputs // plan.splits // 128 * us_a_group
-    parts = plan.splits * num_rows * outputs * code_plans._US_A_NUMBER if plan.splits > 1 else 0
+    parts = plan.splits * num_rows * outputs * code_plans._PART_US if plan.splits > 1 else 0
     return max(ends) + parts
 
 

@@ -4,16 +4,35 @@ Dims: N rows, I inputs, O outputs, T rows of a tile."""
 
 import dataclasses
 import itertools
+from typing import NamedTuple
 
 GROUP = 128  # inputs of a group, and outputs of a span of scales
 COLUMNS = 128  # of a set: 64 of each of two warpgroups
-# Of experts, by their rows, up to so many on average: (rows, T, groups of a step of gate and up, those of `down`, sets
-# of `down`). Measured best on an H200 with 128 experts of 2048 x 768, top-8, for 256 to 4096 tokens.
-_EXPERTS = ((24, 32, 2, 2, 1), (40, 64, 1, 1, 2), (float("inf"), 72, 1, 1, 2))
-# Of one matrix: (T, groups of a step, us that a program takes for a group of inputs), and us that a float32 number of a
-# sum in parts takes to be written and read. Measured on an H200 with 2048 x 5120 and 4096 x 2048, for 64 to 2048 rows.
-_TILES = ((64, 2, 0.5), (88, 2, 0.66), (128, 1, 0.94))
-_US_A_NUMBER = 3e-6
+
+
+class _ExpertTile(NamedTuple):
+    """Of experts with up to `rows` rows on average."""
+
+    rows: float
+    tile: int
+    gate_up_groups: int
+    down_groups: int
+    down_sets: int
+
+
+class _MatrixTile(NamedTuple):
+    """Of one matrix; a program takes `group_us` for a group of inputs."""
+
+    tile: int
+    groups: int
+    group_us: float
+
+
+# Measured on an H200 by scripts that are not committed: experts with 128 of 2048 x 768, top-8, for 256 to 4096 tokens;
+# matrices of 2048 x 5120 and 4096 x 2048 for 64 to 2048 rows.
+_EXPERTS = (_ExpertTile(24, 32, 2, 2, 1), _ExpertTile(40, 64, 1, 1, 2), _ExpertTile(float("inf"), 72, 1, 1, 2))
+_TILES = (_MatrixTile(64, 2, 0.5), _MatrixTile(88, 2, 0.66), _MatrixTile(128, 1, 0.94))
+_PART_US = 3e-6  # to write and read a float32 number of a sum in parts
 _SPLITS = (1, 2, 4, 8)
 
 
@@ -33,14 +52,14 @@ class CodesPlan:
 
 def plan_gate_up(expert_rows: float, inputs: int) -> CodesPlan:
     """Of the first product of experts with so many rows on average."""
-    _, tile, groups, _, _ = next(row for row in _EXPERTS if expert_rows <= row[0])
-    return CodesPlan(tile=tile, sets=2, groups=_dividing(groups, inputs))
+    own = next(own for own in _EXPERTS if expert_rows <= own.rows)
+    return CodesPlan(tile=own.tile, sets=2, groups=_dividing(own.gate_up_groups, inputs))
 
 
 def plan_down(expert_rows: float, inputs: int, outputs: int) -> CodesPlan:
     """Of the second product; its tiles have as many rows as those of the first."""
-    _, tile, _, groups, sets = next(row for row in _EXPERTS if expert_rows <= row[0])
-    return CodesPlan(tile=tile, sets=_dividing(sets, outputs), groups=_dividing(groups, inputs))
+    own = next(own for own in _EXPERTS if expert_rows <= own.rows)
+    return CodesPlan(tile=own.tile, sets=_dividing(own.down_sets, outputs), groups=_dividing(own.down_groups, inputs))
 
 
 def _dividing(count: int, numbers: int) -> int:
@@ -51,16 +70,16 @@ def _dividing(count: int, numbers: int) -> int:
 def plan_matrix(num_rows: int, inputs: int, outputs: int, num_programs: int) -> CodesPlan:
     """Of one matrix, for 64 rows or more: the plan whose last program should end first."""
 
-    def microseconds(tile: int, us_a_group: float, splits: int) -> float:
-        blocks = -(-num_rows // tile) * (outputs // COLUMNS) * splits
+    def microseconds(own: _MatrixTile, splits: int) -> float:
+        blocks = -(-num_rows // own.tile) * (outputs // COLUMNS) * splits
         groups = -(-blocks // num_programs) * (inputs // GROUP // splits)
-        return groups * us_a_group + (splits * num_rows * outputs * _US_A_NUMBER if splits > 1 else 0.0)
+        return groups * own.group_us + (splits * num_rows * outputs * _PART_US if splits > 1 else 0.0)
 
-    assert num_rows >= _TILES[0][0], num_rows
+    assert num_rows >= _TILES[0].tile, num_rows
     fitting = (
-        (tile, groups, us_a_group, splits)
-        for (tile, groups, us_a_group), splits in itertools.product(_TILES, _SPLITS)
-        if tile <= num_rows and inputs % (splits * GROUP) == 0
+        (own, splits)
+        for own, splits in itertools.product(_TILES, _SPLITS)
+        if own.tile <= num_rows and inputs % (splits * GROUP) == 0
     )
-    tile, groups, _, splits = min(fitting, key=lambda own: microseconds(own[0], *own[2:]))
-    return CodesPlan(tile=tile, groups=_dividing(groups, inputs // splits), splits=splits)
+    chosen, splits = min(fitting, key=lambda pair: microseconds(*pair))
+    return CodesPlan(tile=chosen.tile, groups=_dividing(chosen.groups, inputs // splits), splits=splits)

@@ -45,7 +45,7 @@ class LinearTile:
 
 LARGEST = 512  # rows; above it the library's product
 # Rows from which on warpgroups multiply codes. Chosen on an H200 for matrices of 2048 x 5120 and 4096 x 2048: with 16
-# rows they were slower, and with 64 faster by a twentieth.
+# and 32 rows they were slower, and with 64 faster (scripts that are not committed).
 FEWEST_CODE_ROWS = 64
 # Rows from which on warpgroups multiply numbers, with no slice of the stack. Chosen on an H200 for bfloat16 matrices of
 # 2048 x 5120, 4096 x 2048, 4096 x 14336, 2880 x 5120 and 2048 x 576: with 1024 rows the library was faster for some.
