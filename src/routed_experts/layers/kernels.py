@@ -122,13 +122,13 @@ class FusedSteps:
     """The operations between the matrices of a layer as few kernels, for steps of at most `max_tokens` tokens, where
     launches count. `normed_rows`: (normed rows, next matrices or None) -> the rows in all forms that `add_slots` would
     make for these matrices. `product`: (x, or rows made for these matrices, matrices [R D O], layer) -> S parts of the
-    sums, which the kernel that follows adds up. `add_parts`: (x, parts, biases [R D] or None, norm, matrices) ->
-    (x plus the parts, its norm, the norm's product by the layer's matrix in parts). `route`: as a FusedRouter, with the
-    biases of the run. `slots`: (call, shared experts or None, the call's rows scaled or None) -> each slot's expert
-    applied to its row, and the shared ones to all rows, and the `slot_rows` of SlotOutputs; the call's `first_expert`
-    is the layer's offset in the run. `add_slots`: (x, outputs, norm) -> (x plus the weighted slots, its norm).
-    `unrolled`: layers in the body of the loop over layers; a loop's counter and the layers' numbers are launches of
-    their own."""
+    sums, float32, which the kernel that follows adds up, or one in the dtype of the rows. `add_parts`: (x, parts,
+    biases [R D] or None, norm, matrices) -> (x plus the parts, its norm, the norm's product by the layer's matrix in
+    parts). `route`: as a FusedRouter, with the biases of the run. `slots`: (call, shared experts or None, the call's
+    rows scaled or None) -> each slot's expert applied to its row, and the shared ones to all rows, and the `slot_rows`
+    of SlotOutputs; the call's `first_expert` is the layer's offset in the run. `add_slots`: (x, outputs, norm) -> (x
+    plus the weighted slots, its norm). `unrolled`: layers in the body of the loop over layers; a loop's counter and the
+    layers' numbers are launches of their own."""
 
     max_tokens: int
     normed_rows: Callable[[Float[Array, "N D"], Weight | None], NormedRows]

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.gpu.capability import converts_e4m3
@@ -34,8 +35,10 @@ def gpu_kernels(*, interpret: bool, warpgroups: Warpgroups | None = None) -> Ker
     def product(
         x: Float[Array, "N D"] | NormedRows | ScaledRows, weights: Weight, layer: Int[Array, ""]
     ) -> Float[Array, "S N O"]:
-        rows = x.fastest if isinstance(x, NormedRows) else x
-        return partial_sums(rows, weights, layer, warpgroups=warpgroups, interpret=interpret)
+        rows, dtype = (x.fastest, x.plain.dtype) if isinstance(x, NormedRows) else (x, x.dtype)
+        if isinstance(x, ScaledRows):
+            dtype = jnp.bfloat16  # rows of no other dtype are scaled
+        return partial_sums(rows, weights, layer, dtype=dtype, warpgroups=warpgroups, interpret=interpret)
 
     def slots(
         call: ExpertCall, shared: SharedExperts | None, scaled: ScaledRows | None
