@@ -195,13 +195,13 @@ def plain_step(model, program, shape):
 
 
 class Offloaded:
-    """A model with two of six experts on the device, other ones in every layer."""
+    """A model with `resident` of six experts on the device, other ones in every layer."""
 
-    def __init__(self, name, *, num_deferred=0):
+    def __init__(self, name, *, num_deferred=0, resident=RESIDENT):
         self.plain = build_model(name)
         config = self.plain.config
         noise, num_moe = np.random.default_rng(5), config.capture_spec.num_moe_layers
-        resident_experts = np.stack([noise.permutation(EXPERTS)[:RESIDENT] for _ in range(num_moe)])
+        resident_experts = np.stack([noise.permutation(EXPERTS)[:resident] for _ in range(num_moe)])
         self.residency, device = ResidencyMap.from_experts(resident_experts, num_experts=EXPERTS), jax.devices()[0]
         host = jax.devices("cpu")[0]
         self.model = offload_model(self.plain, self.residency, device=device, host=host, host_dtype=None)
@@ -215,7 +215,7 @@ class Offloaded:
             num_pages=PAGES,
             raw_logprobs=False,
         )
-        sizes = {"num_moe_layers": num_moe, "num_experts": EXPERTS, "num_resident": RESIDENT}
+        sizes = {"num_moe_layers": num_moe, "num_experts": EXPERTS, "num_resident": resident}
         self.spec = OffloadSpec(program=self.program, config=config, num_deferred=num_deferred, **sizes)
         self.host, self.programs = HostExperts.open(self.model, num_threads=2), {}
 
@@ -259,7 +259,7 @@ class Offloaded:
             def on_host(ids, inputs=inputs, layer=layer, how=how):
                 return run_slots(inputs.x, ids, inputs.weights, self.stores[layer.group], jnp.int32(layer.index), **how)
 
-            own = device_experts(config, group, model.tables[group], arrays, numbers, inputs, step, size=RESIDENT)
+            own = device_experts(config, group, model.tables[group], arrays, numbers, inputs, step, size=self.spec.num_resident)
             x = add_expert_outputs(config, residual.x, [own, on_host(inputs.host_ids), *late])
             residual = dataclasses.replace(residual, x=x)
             late = [] if inputs.deferred_ids is None else [on_host(inputs.deferred_ids)]
@@ -316,6 +316,28 @@ def test_a_step_with_experts_on_the_host_is_the_step(name, streams, monkeypatch)
     host_ids = np.moveaxis(np.asarray(inputs.host_ids), 0, 1)  # [N, M, K]
     np.testing.assert_array_equal(host_ids[:real], np.where(on_host, rows, -1))
     assert (host_ids[real:] == -1).all()  # padding is no work
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_without_an_expert_on_the_device_is_the_step(name):
+    """Shared experts of Llama 4, which are on it, read other inputs than the experts on the host."""
+    (pool, out), _ = expected_step(name)
+    offloaded, real = Offloaded(name, resident=0), REAL[EXTEND]
+    for _ in range(2):
+        own_pool, own, _ = offloaded.step(EXTEND)
+        np.testing.assert_allclose(own.hidden[:real], out.hidden[:real], atol=1e-5, rtol=1e-5)
+        np.testing.assert_array_equal(own.rows[:real], out.rows[:real])
+    jax.tree.map(
+        lambda actual, reference: np.testing.assert_allclose(actual, reference, atol=1e-5, rtol=1e-5), own_pool, pool
+    )
+
+
+def test_deferred_experts_of_a_model_without_an_expert_on_the_device():
+    offloaded, real = Offloaded("Llama4ForCausalLM", num_deferred=1, resident=0), REAL[DECODE]
+    hidden, expected_counts, _ = offloaded.layer_by_layer(DECODE)
+    _, own, counts = offloaded.step(DECODE)
+    np.testing.assert_allclose(own.hidden[:real], hidden[:real], atol=1e-5, rtol=1e-5)
+    np.testing.assert_array_equal(counts, expected_counts)
 
 
 @pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "Qwen3NextForCausalLM", "GraniteMoeForCausalLM"])

@@ -302,13 +302,14 @@ class _Layers:
             return [*sums, host.stream(group, layer.index, inputs, chunks, spec.program.kernels.moe)]
         inputs = host.submit(group, layer.index, inputs)
         sums = self._device_sums(group, layer, inputs)
-        after = sums.pop() if sums else inputs.x
-        after, on_host = host.queue.wait(after)
+        # A wait has to follow its submission. The sum does, unless it is of shared experts alone that read other inputs.
+        follows = bool(sums) and (spec.num_resident > 0 or inputs.shared_input is None)
+        after, on_host = host.queue.wait(sums.pop() if follows else inputs.x)
         late: list[Float32[Array, "N D"]] = []
         if self.num_deferred:
             after, deferred = host.queue.wait(after, deferred=True)
             late.append(deferred)
-        return [*([after] if spec.has_device_experts(group) else []), on_host, *late]
+        return [*([after] if follows else sums), on_host, *late]
 
     def _device_sums(
         self, group: LayerGroup, layer: LayerIndexArrays, inputs: ExpertInputs
