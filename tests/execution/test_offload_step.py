@@ -259,7 +259,9 @@ class Offloaded:
             def on_host(ids, inputs=inputs, layer=layer, how=how):
                 return run_slots(inputs.x, ids, inputs.weights, self.stores[layer.group], jnp.int32(layer.index), **how)
 
-            own = device_experts(config, group, model.tables[group], arrays, numbers, inputs, step, size=self.spec.num_resident)
+            own = device_experts(
+                config, group, model.tables[group], arrays, numbers, inputs, step, size=self.spec.num_resident
+            )
             x = add_expert_outputs(config, residual.x, [own, on_host(inputs.host_ids), *late])
             residual = dataclasses.replace(residual, x=x)
             late = [] if inputs.deferred_ids is None else [on_host(inputs.deferred_ids)]

@@ -68,8 +68,13 @@ def nested(depth, leaf):
         ({"regex": "a" * (MAX_GRAMMAR_CHARS + 1)}, "regex", "grammar_too_large", "262144"),
         ({"ebnf": 7}, "ebnf", "invalid_grammar", "GBNF or Lark"),
         ({"guided_choice": []}, "guided_choice", "invalid_grammar", "list of 1 to"),
-        ({"guided_choice": ["a", 1]}, "guided_choice", "invalid_grammar", "list of 1 to"),
-        ({"guided_choice": ["", "b"]}, "guided_choice", "invalid_grammar", "not empty"),
+        ({"guided_choice": ["a", 1]}, "guided_choice", "invalid_grammar", "guided_choice has 1 as item 1"),
+        ({"guided_choice": ["", "b"]}, "guided_choice", "invalid_grammar", "has '' as item 0"),
+        ({"allowed_token_ids": [4, -1]}, "allowed_token_ids", "invalid_request", "has -1 as item 1; send a list of"),
+        ({"allowed_token_ids": 4}, "allowed_token_ids", "invalid_request", "allowed_token_ids is 4; send"),
+        ({"bad_words": ["ok", ""]}, "bad_words", "invalid_request", "has '' as item 1; send at most 256"),
+        *[({"structured_outputs": {"json_object": value}}, "structured_outputs.json_object", "invalid_grammar",
+           "send true, or leave it out") for value in (0, 1, "true", [1], {})],
         ({"structured_outputs": 3}, "structured_outputs", "invalid_grammar", "an object with one of"),
         ({"structured_outputs": {"jsn": {}}}, "structured_outputs", "unknown_field", "did you mean json"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "conflicting_parameters", "one of"),
@@ -98,7 +103,8 @@ def test_every_spelling_means_the_same_grammar():
     specs = {SamplingParams.from_dict(params).resolve().grammar for params in spellings}
     specs.add(GrammarSpec.of_response_format({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}))
     assert specs == {GrammarSpec("json", '{"type":"object","required":["a"]}')}
-    assert SamplingParams(structured_outputs={}).resolve().grammar is None
+    for nothing in ({}, {"json_object": False}, {"json_object": ""}, {"regex": "", "json": None}):
+        assert SamplingParams(structured_outputs=nothing).resolve().grammar is None
     assert GrammarSpec.of_response_format({"type": "text"}) is None
     pairs = [("guided_regex", "regex"), ("guided_grammar", "ebnf")]
     for alias, name in pairs:

@@ -180,6 +180,9 @@ ERRORS = [
     ({"regex": "a" * 300_000}, "regex", "grammar_too_large"),
     ({"ebnf": "start: nowhere"}, "ebnf", "invalid_grammar"),
     ({"regex": "a", "ebnf": 'start: "a"'}, "ebnf", "conflicting_parameters"),
+    ({"regex": "a", "allowed_token_ids": [4]}, "regex", "conflicting_parameters"),
+    ({"response_format": {"type": "json_object"}, "bad_words": ["a"]}, "response_format", "conflicting_parameters"),
+    ({"guided_choice": ["a"], "bad_words": ["a"]}, "guided_choice", "conflicting_parameters"),
 ]  # fmt: skip
 
 
@@ -187,7 +190,7 @@ ERRORS = [
 def test_a_grammar_that_cannot_be_served_is_a_400_that_names_the_field(server, fields, param, code):
     for path, body in (("/v1/chat/completions", {"messages": MESSAGES}), ("/v1/completions", {"prompt": "a"})):
         error = parse_error(server.post(path, body | fields), 400)
-        assert (error["param"], error["code"]) == (param, code)
+        assert (error["param"], error["code"]) == (param, code) and param in error["message"]
 
 
 def test_the_unsupported_keyword_is_named(server):

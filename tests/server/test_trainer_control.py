@@ -317,6 +317,12 @@ def test_released_weights_come_back_by_an_update_alone(server, engine, root, dia
         assert [span[2] for span in rows(choice).version_spans] == [version, version + 1]
 
 
+def test_the_tag_that_is_unknown_is_named(server):
+    body = {"tags": ["kv_cache", "wights"]}
+    for path in ("/release_memory_occupation", "/wake_up"):
+        assert "tags has 'wights'" in parse_error(server.post(path, body), 400)["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [

@@ -8,7 +8,7 @@ followed is checked where it is compiled, before the request is queued."""
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
 from routed_experts.core.error_text import short_repr, suggestion
@@ -34,11 +34,13 @@ _QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 class GrammarSpec:
     """`kind`: "json" (a JSON Schema), "regex" (the syntax of Rust's regex library), "grammar" (Lark or GBNF), "choice"
     (a JSON list of texts), "tokens" (a JSON object: ids that alone may follow, words that may not). `text`: its source.
-    `param`: the request's name for it, for errors."""
+    `param`: the request's name for it, for errors. `parts`: grammars that it was made of, by what the request calls
+    them; where it cannot be followed, the error names the first of them that cannot."""
 
     kind: str
     text: str
     param: str = dataclasses.field(default="structured_outputs", compare=False)
+    parts: tuple[tuple[str, "GrammarSpec"], ...] = dataclasses.field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if self.kind not in (JSON, REGEX, GRAMMAR, CHOICE, TOKENS):
@@ -93,8 +95,10 @@ class GrammarSpec:
     def choice(texts: object, *, param: str = "guided_choice") -> "GrammarSpec":
         """Of texts, one of which is the output. Raises InvalidRequestError."""
         given: Sequence[object] = texts if isinstance(texts, list | tuple) else ()
-        if not 1 <= len(given) <= MAX_CHOICES_TEXT or not all(isinstance(text, str) and text for text in given):
-            _refuse(param, f"is {short_repr(texts)}; send a list of 1 to {MAX_CHOICES_TEXT} texts that are not empty")
+        wrong = _first(given, lambda text: not (isinstance(text, str) and text))
+        if not 1 <= len(given) <= MAX_CHOICES_TEXT or wrong:
+            text = f"{wrong or _is(texts)}; send a list of 1 to {MAX_CHOICES_TEXT} texts that are not empty"
+            _refuse(param, text)
         return GrammarSpec(CHOICE, json.dumps(list(given), ensure_ascii=False), param)
 
     @staticmethod
@@ -103,14 +107,14 @@ class GrammarSpec:
         InvalidRequestError."""
         ids: Sequence[Any] = allowed_token_ids if isinstance(allowed_token_ids, list | tuple) else ()
         words: Sequence[Any] = bad_words if isinstance(bad_words, list | tuple) else ()
-        of_type = all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids)
-        if (allowed_token_ids and not ids) or len(ids) > MAX_ALLOWED_IDS or not of_type:
-            text = f"is {short_repr(allowed_token_ids)}; send a list of 1 to {MAX_ALLOWED_IDS} token ids"
+        wrong = _first(ids, lambda token: not isinstance(token, int) or isinstance(token, bool) or token < 0)
+        if (allowed_token_ids and not ids) or len(ids) > MAX_ALLOWED_IDS or wrong:
+            text = f"{wrong or _is(allowed_token_ids)}; send a list of 1 to {MAX_ALLOWED_IDS} token ids"
             _refuse("allowed_token_ids", text, code="invalid_request")
-        fits = all(isinstance(word, str) and 1 <= len(word) <= MAX_BAD_WORD_CHARS for word in words)
-        if (bad_words and not words) or len(words) > MAX_BAD_WORDS or not fits:
+        wrong = _first(words, lambda word: not (isinstance(word, str) and 1 <= len(word) <= MAX_BAD_WORD_CHARS))
+        if (bad_words and not words) or len(words) > MAX_BAD_WORDS or wrong:
             size = f"{MAX_BAD_WORDS} texts of 1..{MAX_BAD_WORD_CHARS} characters"
-            text = f"is {short_repr(bad_words)}; send at most {size}"
+            text = f"{wrong or _is(bad_words)}; send at most {size}"
             _refuse("bad_words", text, code="invalid_request")
         if not ids and not words:
             return None
@@ -127,7 +131,7 @@ class GrammarSpec:
             _refuse(param, f"is {short_repr(value)}; send an object with one of {', '.join(KINDS)}")
         given: dict[str, object] = {}
         for key, own in cast("Mapping[object, object]", value).items():
-            if own is None or own is False or key in _IGNORED_KEYS:
+            if own is None or own is False or key in _IGNORED_KEYS or (isinstance(own, str) and not own):
                 continue
             if key in _UNSUPPORTED_KEYS:
                 _refuse(f"{param}.{key}", "is not supported; leave it out", code="unsupported_parameter")
@@ -141,6 +145,8 @@ class GrammarSpec:
         ((kind, own),) = given.items()
         at = f"{param}.{kind}"
         if kind == "json_object":
+            if own is not True:
+                _refuse(at, f"is {short_repr(own)}; send true, or leave it out")
             return GrammarSpec.json_object(param=at)
         make: Any = {
             JSON: GrammarSpec.json_schema,
@@ -173,6 +179,16 @@ class GrammarSpec:
 
 def _refuse(param: str, text: str, *, code: str = "invalid_grammar") -> NoReturn:
     raise InvalidRequestError(f"{PARAM} {text}", param=param, code=code)
+
+
+def _first(items: Sequence[Any], is_wrong: Callable[[Any], bool]) -> str:
+    """The first item that is wrong, in words; empty where none is."""
+    wrong = next(((index, item) for index, item in enumerate(items) if is_wrong(item)), None)
+    return "" if wrong is None else f"has {short_repr(wrong[1])} as item {wrong[0]}"
+
+
+def _is(value: object) -> str:
+    return f"is {short_repr(value)}"
 
 
 def _text(value: object, param: str, what: str) -> str:

@@ -218,7 +218,9 @@ class SamplingParams:
         given += [name for name in GRAMMAR_FIELDS if getattr(self, name) is not None]
         if len(given) > 1:
             text = f"{PARAM} and {field_slot(given[0])} both ask for a form of the output; send one of them"
-            raise InvalidRequestError(text, param=given[1], code="conflicting_parameters")
+            form = getattr(self, given[1])  # a server has given it the name that the request has for it
+            param = form.param if isinstance(form, GrammarSpec) else given[1]
+            raise InvalidRequestError(text, param=param, code="conflicting_parameters")
         if rules is not None:
             return rules
         if self.json_schema is not None:

@@ -98,7 +98,7 @@ class GrammarCompiler:
             if known is not None:
                 self._cache.move_to_end(spec)
                 return known
-        compiled = self._compile(spec)
+        compiled = self._compile_or_name(spec)
         with self._lock:
             if spec not in self._cache:
                 self._cache[spec] = compiled
@@ -108,33 +108,43 @@ class GrammarCompiler:
                 self._num_chars -= len(dropped.text)
         return compiled
 
-    def _compile(self, spec: GrammarSpec) -> LLCompiledGrammar:
+    def _compile_or_name(self, spec: GrammarSpec) -> LLCompiledGrammar:
+        """The grammar; its error names the part that cannot be followed, where one alone cannot."""
+        try:
+            return self._compile(spec)
+        except InvalidRequestError:
+            for name, part in spec.parts:
+                self._compile(part, name)
+            raise
+
+    def _compile(self, spec: GrammarSpec, name: str = PARAM) -> LLCompiledGrammar:
+        """The grammar, which errors call by `name`."""
         llguidance = import_llguidance()
         with self._building:
             if self._vocabulary is None:
                 self._vocabulary = build_vocabulary(self._source, self._vocab_size, sorted(self._eos_token_ids))
                 self._limits = llguidance.LLParserLimits(**LIMITS)
-        source, vocabulary, limits = _source_of(llguidance, spec), self._vocabulary, self._limits
+        source, vocabulary, limits = _source_of(llguidance, spec, name), self._vocabulary, self._limits
         compiled = LLCompiledGrammar(
             lambda: llguidance.LLMatcher(vocabulary, source, log_level=0, limits=limits), self._eos_token_ids
         )
         error = compiled.error or compiled.compute_first_tokens(self._vocab_size)
         if error is not None:
-            raise _refusal(spec, error)
+            raise _refusal(spec, error, name)
         return compiled
 
 
-def _source_of(llguidance: Any, spec: GrammarSpec) -> str:
+def _source_of(llguidance: Any, spec: GrammarSpec, name: str) -> str:
     """A grammar in llguidance's own form."""
     if spec.kind == GRAMMAR and "::=" in spec.text and len(spec.text) > MAX_GBNF_CHARS:
         text = f"has {len(spec.text)} characters, above the limit of {MAX_GBNF_CHARS} for GBNF; write it in Lark"
-        raise InvalidRequestError(f"{PARAM} {text}", param=spec.param, code="grammar_too_large")
+        raise InvalidRequestError(f"{name} {text}", param=spec.param, code="grammar_too_large")
     names = {JSON: "json_schema", REGEX: "regex", GRAMMAR: "grammar", CHOICE: "choice"}
     text = _with_options(spec.text) if spec.kind == JSON else spec.text
     try:
         return llguidance.grammar_from(names[spec.kind], text)
     except (ValueError, RecursionError) as error:
-        raise _refusal(spec, str(error)) from error
+        raise _refusal(spec, str(error), name) from error
 
 
 def _with_options(schema: str) -> str:
@@ -145,10 +155,10 @@ def _with_options(schema: str) -> str:
     return json.dumps({"x-guidance": SCHEMA_OPTIONS, **value}, ensure_ascii=False)
 
 
-def _refusal(spec: GrammarSpec, error: str) -> InvalidRequestError:
+def _refusal(spec: GrammarSpec, error: str, name: str) -> InvalidRequestError:
     """The error of a grammar that cannot be followed, with llguidance's reason."""
     text = " ".join(str(error).split()) or "unknown"
     brief = text if len(text) <= 400 else text[:397] + "..."
     is_unsupported = "nimplemented" in brief or "not supported" in brief
     code, fix = ("unsupported_grammar", "leave that out") if is_unsupported else ("invalid_grammar", "correct it")
-    return InvalidRequestError(f"{PARAM} cannot be followed: {brief}; {fix}", param=spec.param, code=code)
+    return InvalidRequestError(f"{name} cannot be followed: {brief}; {fix}", param=spec.param, code=code)

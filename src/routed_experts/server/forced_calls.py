@@ -5,6 +5,7 @@
 
 The arguments follow the schema of their tool. There is neither reasoning nor content."""
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any, cast
@@ -16,12 +17,17 @@ _PARAM = "tool_choice"
 
 
 def forced_call_grammar(options: ToolOptions) -> GrammarSpec | None:
-    """Return the grammar of a response that must call; None where it may do without."""
-    schemas = {name: _arguments_schema(parameters) for name, parameters in options.parameters.items()}
-    if options.choice.mode == "named":
-        return GrammarSpec.json_schema(schemas[options.choice.name or ""], param=_PARAM)
-    if options.choice.mode != "required":
+    """Return the grammar of a response that must call; None where it may do without. Raises InvalidRequestError."""
+    if not options.must_call:
         return None
+    schemas = {name: _arguments_schema(parameters) for name, parameters in options.parameters.items()}
+    parts = {
+        name: (f"tools[{index}].{options.schema_field}", GrammarSpec.json_schema(schema, param="tools"))
+        for index, (name, schema) in enumerate(schemas.items())
+    }
+    if options.choice.mode == "named":
+        own = parts[options.choice.name or ""]
+        return dataclasses.replace(own[1], param=_PARAM, parts=(own,))
     more = '(", " call)*' if options.parallel else ""
     rules = [f'start: "[" call {more} "]"', "call: " + " | ".join(f"call_{index}" for index in range(len(schemas)))]
     for index, (name, schema) in enumerate(schemas.items()):
@@ -29,7 +35,7 @@ def forced_call_grammar(options: ToolOptions) -> GrammarSpec | None:
         # `::=` would make it a grammar in GBNF
         text = json.dumps(schema, ensure_ascii=False).replace("::=", "\\u003a\\u003a=")
         rules += [f'call_{index}: {head} arguments_{index} "}}"', f"arguments_{index}: %json {text}"]
-    return GrammarSpec.grammar("\n".join(rules), param=_PARAM)
+    return dataclasses.replace(GrammarSpec.grammar("\n".join(rules), param=_PARAM), parts=tuple(parts.values()))
 
 
 def _arguments_schema(parameters: object) -> dict[str, Any]:

@@ -37,11 +37,13 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolOptions:
-    """The tools of a request, which are checked, and how they may be called."""
+    """The tools of a request, which are checked, and how they may be called. `schema_field`: the field of a tool that
+    holds the schema of its arguments."""
 
     tools: tuple[Tool, ...] = ()
     choice: ToolChoice = ToolChoice()
     parallel: bool = True
+    schema_field: str = "function.parameters"
 
     @property
     def must_call(self) -> bool:
@@ -98,7 +100,7 @@ def check_tools(
         known = ", ".join(sorted(names))[:200]
         text = f"tool_choice names {short_repr(choice.name)}, which is none of tools; known are {known}"
         raise InvalidRequestError(text, param="tool_choice")
-    return ToolOptions(tools=tuple(tools or ()), choice=choice, parallel=parallel)
+    return ToolOptions(tools=tuple(tools or ()), choice=choice, parallel=parallel, schema_field=schema_field)
 
 
 def _to_template(tool: Tool) -> dict[str, object]:

@@ -231,6 +231,7 @@ def test_tokens_logprobs_rows_and_usage_are_those_of_the_text(server, engine, st
         "return_routed_experts": True,
     }
     body |= {"n": 2, "seed": 3, "temperature": 1.0} | ({} if stop is None else {"stop": stop})
+    chat(server, tools=TOOLS)  # from here on the prompt is cached for all
     answer = chat(server, **body)
     names = ("n", "seed", "temperature", "stop", "return_token_ids", "return_routed_experts")
     plain_body = {name: body[name] for name in names if name in body} | {"logprobs": 2, "max_tokens": 100}

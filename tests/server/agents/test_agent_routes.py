@@ -150,6 +150,41 @@ def test_what_a_response_cannot_be_is_refused_by_name(server, body, param, code)
     assert param.rpartition(".")[2] in error["message"] or param == "chat_template_kwargs"
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "choices"),
+    [
+        ("/v1/chat/completions", "function.parameters", ("required", {"type": "function", "function": {"name": "b"}})),
+        ("/v1/responses", "parameters", ("required", {"type": "function", "name": "b"})),
+        ("/v1/messages", "input_schema", ({"type": "any"}, {"type": "tool", "name": "b"})),
+    ],
+)
+@pytest.mark.parametrize(
+    ("own", "code", "words"),
+    [
+        ({"format": "nope"}, "invalid_grammar", "nope"),
+        ({"not": {}}, "unsupported_grammar", '"not"'),
+        ({"$ref": "#/nowhere"}, "invalid_grammar", "nowhere"),
+    ],
+)
+def test_a_schema_that_a_demanded_call_cannot_follow_is_named_by_its_tool(
+    server, path, field, choices, own, code, words
+):
+    schemas = {"a": {"type": "object"}, "b": {"type": "object", "properties": {"x": {"type": "string", **own}}}}
+
+    def tool(name, schema):
+        flat = {"name": name, field.rpartition(".")[2]: schema}
+        nested = {"type": "function", "function": flat} if "." in field else {"type": "function", **flat}
+        return flat if path == "/v1/messages" else nested
+
+    body = {"input": "a"} if path == "/v1/responses" else {"messages": messages(), "max_tokens": 4}
+    for choice in choices:
+        asked = {**body, "tools": [tool(*pair) for pair in schemas.items()], "tool_choice": choice}
+        error = parse_error(server.post(path, asked), 400)
+        assert error["message"].startswith(f"tools[1].{field} cannot be followed: "), error
+        assert words in error["message"] and "call_1" not in error["message"]
+        assert path == "/v1/messages" or (error["param"], error["code"]) == ("tools", code), error
+
+
 @pytest.mark.parametrize("arguments", ['{"city": ', "[]", "NaN"])
 def test_faulty_arguments_of_an_earlier_call_are_named_by_their_item(server, arguments):
     call = {"type": "function_call", "call_id": "a", "name": "now", "arguments": arguments}

@@ -302,7 +302,7 @@ class _Layers:
             return [*sums, host.stream(group, layer.index, inputs, chunks, spec.program.kernels.moe)]
         inputs = host.submit(group, layer.index, inputs)
         sums = self._device_sums(group, layer, inputs)
-        # A wait has to follow its submission. The sum does, unless it is of shared experts alone that read other inputs.
+        # A wait has to follow its submission. The sum does, unless it is of shared experts alone, on other inputs.
         follows = bool(sums) and (spec.num_resident > 0 or inputs.shared_input is None)
         after, on_host = host.queue.wait(sums.pop() if follows else inputs.x)
         late: list[Float32[Array, "N D"]] = []

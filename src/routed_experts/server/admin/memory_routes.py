@@ -46,8 +46,10 @@ def parse_tags(tags: Sequence[str] | None) -> list[str] | None:
     if tags is None:
         return None
     known = (*MEMORY_TAGS, *_WITHOUT_MEMORY)
-    if not tags or not set(tags) <= set(known):
-        text = f"tags={short_repr(list(tags))} must be some of {', '.join(known)}; leave it out for all"
+    unknown = [tag for tag in tags if tag not in known]
+    if not tags or unknown:
+        given = f"tags has {short_repr(unknown[0])}; it" if unknown else "tags=[]"
+        text = f"{given} must be some of {', '.join(known)}; leave it out for all"
         raise InvalidRequestError(text, param="tags")
     return [tag for tag in MEMORY_TAGS if tag in tags]
 
