@@ -145,8 +145,8 @@ def test_the_committed_result_is_what_the_model_says_and_its_small_cases_agree(m
         assert model.fleet_row(replicas, model.FleetLimits()) == pytest.approx(saved)
 
 
-def test_the_table_of_the_page_is_the_result():
-    text = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+def test_the_tables_of_the_pages_are_the_result():
+    text, of_fleet = ((ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("cluster.md", "fleet.md"))
     for row in RESULT["rows"]:
         figures = [f"{row['batch']:,}", f"{row['order kB']:,.0f} kB"]
         figures += [f"{row[f'{name} ms']:,.1f}" for name in ("host", "thread", "memory", "sums", "step")]
@@ -154,4 +154,4 @@ def test_the_table_of_the_page_is_the_result():
     for row in RESULT["fleets"]:
         figures = [f"{row['proxies']:,}", f"{row['hold s']:.2f} s", f"{row['aborts/s']:,.1f}"]
         figures += [f"{row['scrape MB']:,.1f} MB", f"{row['deaths a day']:.2f}", f"{row['share']:.2f}"]
-        assert f"| {row['replicas']:,} | {' | '.join(figures)} |" in text, row
+        assert f"| {row['replicas']:,} | {' | '.join(figures)} |" in of_fleet, row
