@@ -95,9 +95,11 @@ class GrammarSpec:
     def choice(texts: object, *, param: str = "guided_choice") -> "GrammarSpec":
         """Of texts, one of which is the output. Raises InvalidRequestError."""
         given: Sequence[object] = texts if isinstance(texts, list | tuple) else ()
-        wrong = _first(given, lambda text: not (isinstance(text, str) and text))
+        wrong = _wrong_item(given, lambda text: not (isinstance(text, str) and text))
         if not 1 <= len(given) <= MAX_CHOICES_TEXT or wrong:
-            text = f"{wrong or _is(texts)}; send a list of 1 to {MAX_CHOICES_TEXT} texts that are not empty"
+            text = (
+                f"{wrong or f'is {short_repr(texts)}'}; send a list of 1 to {MAX_CHOICES_TEXT} texts that are not empty"
+            )
             _refuse(param, text)
         return GrammarSpec(CHOICE, json.dumps(list(given), ensure_ascii=False), param)
 
@@ -107,14 +109,14 @@ class GrammarSpec:
         InvalidRequestError."""
         ids: Sequence[Any] = allowed_token_ids if isinstance(allowed_token_ids, list | tuple) else ()
         words: Sequence[Any] = bad_words if isinstance(bad_words, list | tuple) else ()
-        wrong = _first(ids, lambda token: not isinstance(token, int) or isinstance(token, bool) or token < 0)
+        wrong = _wrong_item(ids, lambda token: not isinstance(token, int) or isinstance(token, bool) or token < 0)
         if (allowed_token_ids and not ids) or len(ids) > MAX_ALLOWED_IDS or wrong:
-            text = f"{wrong or _is(allowed_token_ids)}; send a list of 1 to {MAX_ALLOWED_IDS} token ids"
+            text = f"{wrong or f'is {short_repr(allowed_token_ids)}'}; send a list of 1 to {MAX_ALLOWED_IDS} token ids"
             _refuse("allowed_token_ids", text, code="invalid_request")
-        wrong = _first(words, lambda word: not (isinstance(word, str) and 1 <= len(word) <= MAX_BAD_WORD_CHARS))
+        wrong = _wrong_item(words, lambda word: not (isinstance(word, str) and 1 <= len(word) <= MAX_BAD_WORD_CHARS))
         if (bad_words and not words) or len(words) > MAX_BAD_WORDS or wrong:
             size = f"{MAX_BAD_WORDS} texts of 1..{MAX_BAD_WORD_CHARS} characters"
-            text = f"{wrong or _is(bad_words)}; send at most {size}"
+            text = f"{wrong or f'is {short_repr(bad_words)}'}; send at most {size}"
             _refuse("bad_words", text, code="invalid_request")
         if not ids and not words:
             return None
@@ -181,14 +183,10 @@ def _refuse(param: str, text: str, *, code: str = "invalid_grammar") -> NoReturn
     raise InvalidRequestError(f"{PARAM} {text}", param=param, code=code)
 
 
-def _first(items: Sequence[Any], is_wrong: Callable[[Any], bool]) -> str:
+def _wrong_item(items: Sequence[Any], is_wrong: Callable[[Any], bool]) -> str:
     """The first item that is wrong, in words; empty where none is."""
     wrong = next(((index, item) for index, item in enumerate(items) if is_wrong(item)), None)
     return "" if wrong is None else f"has {short_repr(wrong[1])} as item {wrong[0]}"
-
-
-def _is(value: object) -> str:
-    return f"is {short_repr(value)}"
 
 
 def _text(value: object, param: str, what: str) -> str:

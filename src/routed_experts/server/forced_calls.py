@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, cast
 
+from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.grammar_spec import SCHEMA_OPTIONS, GrammarSpec
 from routed_experts.server.tools import ToolOptions
 
@@ -22,7 +23,7 @@ def forced_call_grammar(options: ToolOptions) -> GrammarSpec | None:
         return None
     schemas = {name: _arguments_schema(parameters) for name, parameters in options.parameters.items()}
     parts = {
-        name: (f"tools[{index}].{options.schema_field}", GrammarSpec.json_schema(schema, param="tools"))
+        name: _part(f"tools[{index}].{options.schema_field}", schema)
         for index, (name, schema) in enumerate(schemas.items())
     }
     if options.choice.mode == "named":
@@ -36,6 +37,14 @@ def forced_call_grammar(options: ToolOptions) -> GrammarSpec | None:
         text = json.dumps(schema, ensure_ascii=False).replace("::=", "\\u003a\\u003a=")
         rules += [f'call_{index}: {head} arguments_{index} "}}"', f"arguments_{index}: %json {text}"]
     return dataclasses.replace(GrammarSpec.grammar("\n".join(rules), param=_PARAM), parts=tuple(parts.values()))
+
+
+def _part(path: str, schema: Mapping[str, Any]) -> tuple[str, GrammarSpec]:
+    """Where a tool has its schema, and the grammar of that alone."""
+    try:
+        return path, dataclasses.replace(GrammarSpec.json_schema(schema, param=path), param="tools")
+    except InvalidRequestError as error:
+        raise InvalidRequestError(str(error), param="tools", code=error.code) from error
 
 
 def _arguments_schema(parameters: object) -> dict[str, Any]:
