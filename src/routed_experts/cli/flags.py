@@ -132,10 +132,10 @@ class _PeerFlags:
                     left.append(own + equals + text)
                 elif not equals:
                     waiting.pop()
-            elif (found := _peer_name(head)) is None:
+            elif (peer := _peer_name(head)) is None:
                 left.append(word)
             else:
-                name, arity, is_on = found
+                name, arity, is_on = peer
                 values = [text] if equals else self._values(head, arity, waiting)
                 value: object = values
                 if arity == "switch":
@@ -201,8 +201,8 @@ def peer_flags() -> list[str]:
 
 def peer_arity(name: str) -> Arity | None:
     """What a flag of another server takes, by its name without dashes; None for any other."""
-    found = _peer_name(f"--{name}")
-    return None if found is None else found[1]
+    peer = _peer_name(f"--{name}")
+    return None if peer is None else peer[1]
 
 
 def log_ignored_flags(options: argparse.Namespace) -> None:

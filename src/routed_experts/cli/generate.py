@@ -245,8 +245,8 @@ def _keys_found(fields: object) -> str:
         return ""
     keys = [str(key) for key in cast("dict[object, object]", fields)]
     nearest = next((name for key in keys if (name := nearest_name(key, _PROMPT_KEYS)) not in (None, key)), None)
-    found = ", ".join(short_repr(key) for key in keys[:5]) or "no key"
-    return f"; it has {found}" + ("" if nearest is None else f": did you mean {nearest}?")
+    listed = ", ".join(short_repr(key) for key in keys[:5]) or "no key"
+    return f"; it has {listed}" + ("" if nearest is None else f": did you mean {nearest}?")
 
 
 def _checked(prompt: dict[str, Any], location: str) -> _Prompt:

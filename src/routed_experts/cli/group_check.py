@@ -40,15 +40,15 @@ def check_group(dist: DistConfig) -> int:
     same = PartitionSpec()
     summed = jax.jit(jax.shard_map(add, mesh=mesh, in_specs=same, out_specs=same, check_vma=False))
     ones = put_global(np.ones(_SUM_BYTES // 4, np.float32), jax.sharding.NamedSharding(mesh, same))
-    found = float(jnp.max(jax.block_until_ready(summed(ones)).addressable_data(0)))
+    total = float(jnp.max(jax.block_until_ready(summed(ones)).addressable_data(0)))
     times = [_seconds(lambda: jax.block_until_ready(summed(ones))) for _ in range(_ROUNDS)]
     print(f"a sum of {_SUM_BYTES >> 20} MiB over all devices: {statistics.median(times) * 1e3:.3f} ms")
     if isinstance(group, FollowingGroup):
         group.stopped(group.receive().seq)
     else:
         group.close()
-    passed = found == len(devices)
-    print("all checks passed" if passed else f"FAILED: the sum of {len(devices)} ones is {found}")
+    passed = total == len(devices)
+    print("all checks passed" if passed else f"FAILED: the sum of {len(devices)} ones is {total}")
     return 0 if passed else 1
 
 

@@ -33,7 +33,7 @@ def answer_with_drafts(model: Path, dtype: str) -> list[DraftedAnswer]:
     speculative = SpeculativeConfig(
         algorithm="EAGLE3", draft_model_path=str(demo_head_path()), num_steps=NUM_DRAFTS, adaptive=False
     )
-    found: list[DraftedAnswer] = []
+    answers: list[DraftedAnswer] = []
     with Engine(
         str(model),
         dtype=dtype,  # type: ignore[arg-type]
@@ -48,7 +48,7 @@ def answer_with_drafts(model: Path, dtype: str) -> list[DraftedAnswer]:
             ids = encode_prompt(engine.tokenizer, prompt, chat=index == len(PROMPTS) - 1)
             plain, drafted = (_answer(engine, ids, speculative=drafts) for drafts in (False, True))
             meta = drafted["meta_info"]
-            found.append(
+            answers.append(
                 DraftedAnswer(
                     title=title,
                     is_equal=_compared(plain) == _compared(drafted),
@@ -59,7 +59,7 @@ def answer_with_drafts(model: Path, dtype: str) -> list[DraftedAnswer]:
                     accept_length=meta["spec_accept_length"],
                 )
             )
-    return found
+    return answers
 
 
 def _answer(engine: Engine, ids: list[int], *, speculative: bool) -> dict[str, Any]:

@@ -135,12 +135,12 @@ class ProcessGroup(abc.ABC):
         `num_devices` together. Raises ConfigError or MachineError."""
         self._owns_jax = _initialize_jax(self.dist)
         local = jax.local_devices()
-        found = self.exchange("devices", [len(local), f"{local[0].platform} {local[0].device_kind}"])
-        if len({tuple(entry) for entry in found}) > 1:
-            listed = "; ".join(f"process {rank} has {count} x {kind}" for rank, (count, kind) in enumerate(found))
+        entries = self.exchange("devices", [len(local), f"{local[0].platform} {local[0].device_kind}"])
+        if len({tuple(entry) for entry in entries}) > 1:
+            listed = "; ".join(f"process {rank} has {count} x {kind}" for rank, (count, kind) in enumerate(entries))
             raise ConfigError(f"processes must have equal devices: {listed}; start each with as many of one kind")
-        if num_devices is not None and (total := sum(count for count, _ in found)) != num_devices:
-            text = f"tp_size={num_devices} is not {self.dist.nnodes} processes x {found[0][0]} devices"
+        if num_devices is not None and (total := sum(count for count, _ in entries)) != num_devices:
+            text = f"tp_size={num_devices} is not {self.dist.nnodes} processes x {entries[0][0]} devices"
             each = num_devices // self.dist.nnodes
             raise ConfigError(f"{text}; set tp_size={total}, or give each process {each} devices")
 
@@ -628,10 +628,10 @@ def _initialize_jax(dist: DistConfig) -> bool:
     """Start JAX's distributed runtime; False where the caller has started it. Raises ConfigError where JAX runs in this
     process already, MachineError where it cannot start."""
     if jax.distributed.is_initialized():
-        found = jax.process_index(), jax.process_count()
-        if found != (dist.node_rank, dist.nnodes):
+        actual = jax.process_index(), jax.process_count()
+        if actual != (dist.node_rank, dist.nnodes):
             text = (
-                f"jax.distributed has process {found[0]} of {found[1]}, and this is {dist.node_rank} of {dist.nnodes}"
+                f"jax.distributed has process {actual[0]} of {actual[1]}, and this is {dist.node_rank} of {dist.nnodes}"
             )
             raise ConfigError(f"{text}; give the same ranks, or leave jax.distributed.initialize out")
         return False

@@ -296,15 +296,15 @@ class Coordinator:
         """The members with their health, and whether their versions are one."""
         members = [member for tag, member in self._members.items() if tag not in self._syncing]
         answers = await ask_members(members, "health", HEALTH_S, {})
-        found = [
+        statuses = [
             MemberStatus(tag, "loading") if tag in self._syncing else MemberStatus.of(tag, answers.get(tag))
             for tag in self._members
         ]
         return FleetStatus(
-            members=tuple(found),
+            members=tuple(statuses),
             num_replicas=self._num_replicas,
             version=self._version,
-            problem=self._problem(found),
+            problem=self._problem(statuses),
             deaths=self._deaths,
         )
 
@@ -403,9 +403,9 @@ class Coordinator:
 
         members = [(self._members[tag], report.is_busy) for tag, report in reports.items() if tag in self._members]
         settled = await asyncio.gather(*(settle(member, is_busy) for member, is_busy in members))
-        found = zip(members, settled, strict=True)
+        answers = zip(members, settled, strict=True)
         return {
-            member.tag: report for (member, _), report in found if report is not None and member.tag in self._members
+            member.tag: report for (member, _), report in answers if report is not None and member.tag in self._members
         }
 
     async def _heal(self, late: Mapping[str, Report]) -> None:
@@ -419,9 +419,9 @@ class Coordinator:
         is_older = report.version.update_count < self._version.update_count
         if self._members.keys() <= self._syncing and not is_older:  # no other member has a version
             self._version, self._path = report.version, report.model_path
-        served, found = (self._version, self._path), (report.version, report.model_path)
-        if found != served and not is_older:
-            text = f"it serves {describe_weights(*found)}, and the fleet {describe_weights(*served)}"
+        served, reported = (self._version, self._path), (report.version, report.model_path)
+        if reported != served and not is_older:
+            text = f"it serves {describe_weights(*reported)}, and the fleet {describe_weights(*served)}"
             await self._evict(member, text)
             return
         fleet = dataclasses.replace(report, version=self._version, model_path=self._path)
@@ -437,12 +437,12 @@ class Coordinator:
             await ask_members([member], "resume_memory", two_phase.COMMIT_S, {"tags": None})
         self._syncing.discard(member.tag)
 
-    def _problem(self, found: Sequence[MemberStatus] = ()) -> str | None:
+    def _problem(self, statuses: Sequence[MemberStatus] = ()) -> str | None:
         if self._is_recovering:
             return "the coordinator was restarted and waits for the replicas"
         if self._syncing:
             return f"{', '.join(sorted(self._syncing))} loads version {describe_version(self._version)}"
-        weights = {(status.version, status.model_path) for status in found if status.version is not None}
+        weights = {(status.version, status.model_path) for status in statuses if status.version is not None}
         if len({version for version, _ in weights}) < len(weights):
             return f"replicas serve {', '.join(sorted(describe_weights(*served) for served in weights))}"
         if len(weights) > 1:

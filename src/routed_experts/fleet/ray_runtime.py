@@ -32,8 +32,8 @@ def import_ray(module: str = "ray") -> Any:
 
 def actor_id() -> str:
     """The id that Ray has given to the actor of this process, and gives to no other actor of the cluster."""
-    found: str = import_ray().get_runtime_context().get_actor_id()
-    return found
+    own_id: str = import_ray().get_runtime_context().get_actor_id()
+    return own_id
 
 
 async def probe(handle: Any) -> None:

@@ -163,8 +163,8 @@ def _alive(members: Sequence[Member], answers: Answers) -> list[Member]:
 
 def _ready(members: Sequence[Member], answers: Answers) -> list[Member]:
     """The members that did what they were asked."""
-    found = ((member, answers.get(member.tag)) for member in members)
-    return [member for member, answer in found if isinstance(answer, Answer) and answer.refusal is None]
+    answered = ((member, answers.get(member.tag)) for member in members)
+    return [member for member, answer in answered if isinstance(answer, Answer) and answer.refusal is None]
 
 
 async def _evict_refusing(members: Sequence[Member], answers: Answers, evict: Evict) -> None:

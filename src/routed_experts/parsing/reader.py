@@ -107,9 +107,9 @@ class Reader:
         while True:
             starts = [at for character in first_characters if (at := self._text.find(character, self._position)) >= 0]
             if starts:  # most text has none
-                found = [(at, marker) for marker in markers if (at := self._text.find(marker, min(starts))) >= 0]
-                if found:
-                    at, marker = min(found)
+                matches = [(at, marker) for marker in markers if (at := self._text.find(marker, min(starts))) >= 0]
+                if matches:
+                    at, marker = min(matches)
                     self._emit_up_to(at, emit)
                     self._position += len(marker)
                     return marker

@@ -63,8 +63,8 @@ def check_weights_root(settings: ServerSettings) -> None:
     """Raise ConfigError where new weights would come from a folder that is not there."""
     root = settings.weights_root
     if root is not None and not Path(root).is_dir():
-        found = "is no folder" if Path(root).exists() else f"is not there (looked for {Path(root).absolute()})"
-        raise ConfigError(f"--weights-root {root!r} {found}; make the folder, or name one that is there")
+        fault = "is no folder" if Path(root).exists() else f"is not there (looked for {Path(root).absolute()})"
+        raise ConfigError(f"--weights-root {root!r} {fault}; make the folder, or name one that is there")
 
 
 def listener_url(listener: socket.socket) -> str:

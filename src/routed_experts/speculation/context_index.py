@@ -114,8 +114,8 @@ class ContextIndex:
             length = query.common_length(self._view, window + behind + start + longer, longer)
             longer = max(length + 1, match.length)  # an occurrence of length n is one of each shorter length
         if length < match.length:
-            found = self._sorted.all_occurrences(match, most)
-            return found._replace(known=match.length) if length else found
+            occurrences = self._sorted.all_occurrences(match, most)
+            return occurrences._replace(known=match.length) if length else occurrences
         if length == 0:
             return NO_OCCURRENCES
         positions = self._all_in_tail(length, most + 1)

@@ -121,7 +121,7 @@ def latest_continuation(tokens: list[int], length: int, source: DraftSource, pos
 
 def frequent_continuation(
     text: CopiedText,
-    found: Occurrences,
+    occurrences: Occurrences,
     most: int,
     source: DraftSource,
     min_probability: float,
@@ -130,19 +130,19 @@ def frequent_continuation(
 ) -> Continuation:
     """The at most `most` tokens that most places of a match agree on; the first of them alone where no more than
     `to_exceed` accepted tokens can be expected."""
-    positions, following = found.positions, found.following
+    positions, following = occurrences.positions, occurrences.following
     if len(positions) == 1:
         tokens = _until_end(text.continuations(positions, most)[0])
-        return latest_continuation(tokens, found.length, source, positions[0])
+        return latest_continuation(tokens, occurrences.length, source, positions[0])
     first, count = most_frequent(following)
     probability = count / len(following)
     if probability < min_probability:
         return NO_CONTINUATION
     if count < len(following):
         positions = [position for position, token in zip(positions, following, strict=True) if token == first]
-    if most > 1 and most_expected(found.length, most, probability) <= to_exceed:
+    if most > 1 and most_expected(occurrences.length, most, probability) <= to_exceed:
         most = 1
-    survival = _SURVIVAL[min(found.length, LONGEST_MATCH)]
+    survival = _SURVIVAL[min(occurrences.length, LONGEST_MATCH)]
     if most == 1:
         expected = probability * survival[0]
         return Continuation([first], [expected], source, expected, positions[-1])

@@ -28,19 +28,19 @@ class Matcher(Generic[T]):
         if not added:
             return last
         window = sequence.max_window
-        near, longest, found = last.length + added, window, None
+        near, longest, occurrences = last.length + added, window, None
         if added <= window:
             tokens = sequence.latest(added)
             if self.text.first_tokens.isdisjoint(tokens):  # else what ends there may have grown from no occurrence
                 longest = min(max(last.length, sequence.min_window - 1) + added, window)
                 if last.positions and last.known + added <= window:
-                    found = self._carry_on(tokens)
-                    if found is None and last.is_complete:
+                    occurrences = self._carry_on(tokens)
+                    if occurrences is None and last.is_complete:
                         longest = min(longest, last.known + added - 1)
-        if found is None:
-            found = self.text.search(sequence.query(), self._most, min(near, longest), longest)
-        self._size, self._last = sequence.size, found
-        return found
+        if occurrences is None:
+            occurrences = self.text.search(sequence.query(), self._most, min(near, longest), longest)
+        self._size, self._last = sequence.size, occurrences
+        return occurrences
 
     @property
     def longest_possible(self) -> int:

@@ -331,15 +331,15 @@ class TextDrafter:
     def _copy_own(self, sequence: _Sequence, most: int) -> Continuation:
         """What the sequence's own text proposes."""
         assert sequence.own is not None, "compiled code searches this sequence"
-        found, rule, source = sequence.own.match(), self._rule, DraftSource.CONTEXT
+        occurrences, rule, source = sequence.own.match(), self._rule, DraftSource.CONTEXT
         if rule.counts:
-            most = min(most, int(rule.max_factor * found.length))
-        if found.length == 0 or most < 1:
+            most = min(most, int(rule.max_factor * occurrences.length))
+        if occurrences.length == 0 or most < 1:
             return NO_CONTINUATION
         if rule.counts:
-            return frequent_continuation(sequence.index, found, most, source, rule.min_probability)
-        tokens = sequence.index.continuations(found.positions[-1:], most)[0]
-        return latest_continuation(tokens, found.length, source)
+            return frequent_continuation(sequence.index, occurrences, most, source, rule.min_probability)
+        tokens = sequence.index.continuations(occurrences.positions[-1:], most)[0]
+        return latest_continuation(tokens, occurrences.length, source)
 
     def _copy_namespace(self, matcher: Matcher[TextIndex], best: Continuation, most: int) -> Continuation:
         """Return the better one of `best` and what texts of the namespace propose. Nothing is searched or counted where
@@ -348,24 +348,24 @@ class TextDrafter:
         longest = matcher.longest_possible
         if most_expected(longest, min(most, int(rule.max_factor * longest))) <= expected:
             return best
-        found = matcher.match()
-        most = min(most, int(rule.max_factor * found.length))
-        if most_expected(found.length, most) <= expected:
+        occurrences = matcher.match()
+        most = min(most, int(rule.max_factor * occurrences.length))
+        if most_expected(occurrences.length, most) <= expected:
             return best
         source, least = DraftSource.NAMESPACE, rule.min_probability
-        return _better(best, frequent_continuation(matcher.text, found, most, source, least, to_exceed=expected))
+        return _better(best, frequent_continuation(matcher.text, occurrences, most, source, least, to_exceed=expected))
 
     def _copy_answer(
         self, sequence: _Sequence, source: DraftSource, matcher: Matcher[TextIndex], best: Continuation, most: int
     ) -> Continuation:
         """Return the better one of `best` and what earlier answers, or the prediction, propose. They are followed from
         there on, also where that is `best`."""
-        found, least = matcher.match(), self._rule.min_probability
-        if found.length == 0:
+        occurrences, least = matcher.match(), self._rule.min_probability
+        if occurrences.length == 0:
             return best
-        draft = frequent_continuation(matcher.text, found, most, source, least, to_exceed=best.expected)
+        draft = frequent_continuation(matcher.text, occurrences, most, source, least, to_exceed=best.expected)
         if draft.tokens:
-            sequence.rejoin(source, matcher.text, draft.position, found.length)
+            sequence.rejoin(source, matcher.text, draft.position, occurrences.length)
         return _better(best, draft)
 
 

@@ -76,8 +76,8 @@ def _other_values(ours: Mapping[str, str], of_ranks: Mapping[int, Any]) -> list[
     """A refusal for each process whose copy of the checkpoint has other values, with the first that differ."""
     refusals: list[str] = []
     for rank, theirs in of_ranks.items():
-        found = theirs if isinstance(theirs, Mapping) else {}
-        name = next((name for name in sorted({*ours, *found}) if ours.get(name) != found.get(name)), None)
+        received = theirs if isinstance(theirs, Mapping) else {}
+        name = next((name for name in sorted({*ours, *received}) if ours.get(name) != received.get(name)), None)
         if name is not None:
             text = f"process {rank}: its values of {name} are not those of process 0"
             refusals.append(f"{text}; give every host a copy of one checkpoint")
@@ -156,8 +156,8 @@ class WeightControl:
         with self._only_update(), self._context.exclusive_weights():
             prepared = slot.weights
             if prepared is None or label not in (None, prepared.version.label):
-                found = "none are" if prepared is None else f"those of label {short_repr(prepared.version.label)} are"
-                text = f"weights of version={short_repr(label)} cannot be committed: {found} prepared"
+                state = "none are" if prepared is None else f"those of label {short_repr(prepared.version.label)} are"
+                text = f"weights of version={short_repr(label)} cannot be committed: {state} prepared"
                 raise InvalidRequestError(f"{text}; call prepare_weights first", param="version")
             self._swap(lambda: prepared.state, version=prepared.version, cache=cache, donate=False)
             slot.weights = None

@@ -119,12 +119,12 @@ def _matched(
     quantized = {name: array for name, array in given.items() if array.format == E4M3}
     layouts = [_served_layout(arrays, quantized), *_plain_layouts(arrays, config, inputs)]
     layout = _chosen(inputs, layouts, any_dtype=any_dtype)
-    found = {name: _to_array(leaf) for name, leaf in inputs.items()}
-    _refuse_rounded({name: found[name] for name in _short_scales(coded) & found.keys()}, arrays)
+    received = {name: _to_array(leaf) for name, leaf in inputs.items()}
+    _refuse_rounded({name: received[name] for name in _short_scales(coded) & received.keys()}, arrays)
     if layout.is_regrouped:
         _refuse_plain(coded)
-        found = regroup(found, without_codes(config), config)
-    return found | quantized_arrays({name: found[name] for name in quantized}, coded), expected
+        received = regroup(received, without_codes(config), config)
+    return received | quantized_arrays({name: received[name] for name in quantized}, coded), expected
 
 
 def _chosen(inputs: Mapping[str, object], layouts: Sequence[_Layout], *, any_dtype: bool) -> _Layout:

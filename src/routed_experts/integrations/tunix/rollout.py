@@ -129,14 +129,14 @@ class RoutedExpertsRollout(base_rollout.BaseRollout):
         RoutingAlignmentError for tokens that were not sampled since the last push or `take`."""
         prompts, answers, pad = np.asarray(prompt_tokens), np.asarray(completion_tokens), self.pad_id()
         retained = {token_key(record.prompt_ids, record.output_ids, pad): record for record in self._records}
-        found = [retained.get(token_key(*row, pad)) for row in zip(prompts, answers, strict=True)]
-        for index, record in enumerate(found):
+        retrieved = [retained.get(token_key(*row, pad)) for row in zip(prompts, answers, strict=True)]
+        for index, record in enumerate(retrieved):
             if record is None:
                 raise RoutingAlignmentError(
                     f"sample {index} is none of the {len(retained)} sequences that were sampled since the last push "
                     "of weights; score what the rollout returned, before the weights change"
                 )
-        return [record for record in found if record is not None]
+        return [record for record in retrieved if record is not None]
 
     def get_per_token_logps(
         self, prompt_tokens: Int[Array, "B P"], completion_tokens: Int[Array, "B C"]

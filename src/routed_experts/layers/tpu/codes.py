@@ -72,7 +72,7 @@ class MatrixBlock:
         num_rows, outputs = self.scales.shape[1:]
         last_group, num_outputs = first_group + num_groups, outputs if self.num_outputs is None else self.num_outputs
 
-        def check(index: Any, found: Float[Array, "8 O"]) -> Float[Array, "8 O"]:
+        def check(index: Any, faults: Float[Array, "8 O"]) -> Float[Array, "8 O"]:
             start = pl.multiple_of(index * SCALE_ROWS, SCALE_ROWS)
             bits = pltpu.bitcast(self.scales[0, pl.ds(start, SCALE_ROWS)], jnp.int32)
             groups = start + lax.broadcasted_iota(jnp.int32, bits.shape, 0)
@@ -80,10 +80,10 @@ class MatrixBlock:
             is_own &= lax.broadcasted_iota(jnp.int32, bits.shape, 1) < num_outputs
             exponents = ((bits >> _FRACTION_SIZE) & 0xFF) - _EXPONENT_OF_ONE
             is_power = (bits & ((1 << _FRACTION_SIZE) - 1) == 0) & (jnp.abs(exponents) <= MOST_EXPONENT)
-            return jnp.where(is_own & ~is_power, 1.0, found)
+            return jnp.where(is_own & ~is_power, 1.0, faults)
 
-        found = lax.fori_loop(0, num_rows // SCALE_ROWS, check, jnp.zeros((SCALE_ROWS, outputs), jnp.float32))
-        return jnp.max(found) == 0.0
+        faults = lax.fori_loop(0, num_rows // SCALE_ROWS, check, jnp.zeros((SCALE_ROWS, outputs), jnp.float32))
+        return jnp.max(faults) == 0.0
 
     def _scaled_sum(self, x: Float[Array, "T I"], first_group: Any, rows: Any, total: Any) -> Float[Array, "T O"]:
         """The product, through references: a loop indexes no value."""

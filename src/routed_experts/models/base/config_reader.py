@@ -105,15 +105,15 @@ def quantization_sections(path: Path, config: Mapping[str, object]) -> list[tupl
     """The objects of config.json, or of its text model's part, that say how weights are quantised, with their keys.
     Raises CheckpointError for one that is no object; `path` names the file there."""
     inner = config.get("text_config")
-    found: list[tuple[str, Mapping[str, object]]] = []
+    matches: list[tuple[str, Mapping[str, object]]] = []
     for section in (config, inner if isinstance(inner, dict) else {}):
         for key in ("quantization_config", "compression_config"):
             value = section.get(key)
             if isinstance(value, dict):
-                found.append((key, value))
+                matches.append((key, value))
             elif value is not None:
                 raise CheckpointError(f"{path} has {key}={value!r}; expected an object; correct the file")
-    return found
+    return matches
 
 
 def _refuse_quantized(folder: Path, config: Mapping[str, object], readable: Collection[str]) -> None:

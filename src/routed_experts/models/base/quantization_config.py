@@ -124,8 +124,8 @@ class QuantizationConfig:
 
     def storage(self, module: str) -> StorageFormat | None:
         """The format of a module's matrix; None where no group targets it."""
-        found = [(_rank(target, module), group.storage) for group in self.groups for target in group.targets]
-        matches = [(rank, storage) for rank, storage in found if rank is not None]
+        ranked = [(_rank(target, module), group.storage) for group in self.groups for target in group.targets]
+        matches = [(rank, storage) for rank, storage in ranked if rank is not None]
         return min(matches, key=lambda match: match[0])[1] if matches else None
 
     def __str__(self) -> str:

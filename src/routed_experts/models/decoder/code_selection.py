@@ -127,7 +127,7 @@ def _coded(
     scope = CheckpointScope(target="", row=0, prefix=f"{config.stem}layers.{index}.")
     table = tuple(layer_sources(config, layer, scope))
     plain, stored = _by_array(table), _by_array(fuse_experts(table, names))
-    found: dict[str, CodedArray] = {}
+    selected: dict[str, CodedArray] = {}
     for spec in layer.weights(config):
         if len(spec.shape) != _AXES.get(spec.kind) or not stored[spec.name]:  # another one is a bias
             continue
@@ -140,7 +140,7 @@ def _coded(
         group, is_packed = math.gcd(form.group, *cuts), form.format in CODE_VALUES
         run = packed_run(math.gcd(spec.shape[-2], *cuts), group, support.runs) if is_packed else 1
         if group >= GROUPS[-1] and run is not None:
-            found[spec.name] = CodedArray(
+            selected[spec.name] = CodedArray(
                 name=spec.name,
                 group=group,
                 segments=segments,
@@ -150,9 +150,9 @@ def _coded(
                 run=run,
                 scale_dtype=BFLOAT16 if is_packed and support.takes_bf16_scales and form.has_bf16_scales else FLOAT32,
             )
-    if not found.keys() >= _EXPERTS:
-        return tuple(array for name, array in found.items() if name not in _EXPERTS)
-    return tuple(found.values())
+    if not selected.keys() >= _EXPERTS:
+        return tuple(array for name, array in selected.items() if name not in _EXPERTS)
+    return tuple(selected.values())
 
 
 def without_codes(config: FamilyConfig) -> FamilyConfig:

@@ -98,17 +98,17 @@ def coded_sources(sources: Iterable[WeightSource], coded: Mapping[str, CodedArra
 
 def quantized_arrays(arrays: Mapping[str, Array], coded: Mapping[str, CodedArray]) -> dict[str, Array]:
     """Codes and scales of plain arrays [..., I, O], all by dotted path. Arrays that are not coded stay as they are."""
-    found = dict(arrays)
+    quantized = dict(arrays)
     for name in arrays.keys() & coded.keys():
         array = coded[name]
-        found[name], found[f"{name}{SCALE}"] = quantize_blocks(
+        quantized[name], quantized[f"{name}{SCALE}"] = quantize_blocks(
             arrays[name],
             segments=array.segments,
             group=array.group,
             span=array.span,
             outputs_first=array.outputs_first,
         )
-    return found
+    return quantized
 
 
 def _swapped(partition: AxisPartition | None) -> AxisPartition | None:

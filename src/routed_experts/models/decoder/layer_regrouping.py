@@ -27,7 +27,7 @@ def regroup(arrays: Mapping[str, Any], source: FamilyConfig, target: FamilyConfi
     if is_grouped_alike(source, target):
         return dict(arrays)
     places = _places(source)
-    found = {name: array for name, array in arrays.items() if not name.startswith("blocks.")}
+    regrouped = {name: array for name, array in arrays.items() if not name.startswith("blocks.")}
     by_layer = sorted(_places(target).items())
     for path in dict.fromkeys(place[0] for _, place in by_layer):
         layers = [places[layer] for layer, place in by_layer if place[0] == path]
@@ -35,8 +35,8 @@ def regroup(arrays: Mapping[str, Any], source: FamilyConfig, target: FamilyConfi
         for name in [name for name in arrays if name.startswith(prefix)]:
             last = name.removeprefix(prefix)
             parts = [_rows(arrays, last, run) for run in _neighbours(layers)]
-            found[f"{path}.{last}"] = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-    return found
+            regrouped[f"{path}.{last}"] = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    return regrouped
 
 
 def coded_everywhere(source: FamilyConfig, target: FamilyConfig) -> frozenset[str]:

@@ -38,34 +38,34 @@ def read_kv_scales(checkpoint: Checkpoint, modules: Sequence[str]) -> dict[str, 
     any. Raises CheckpointError for one that is alone, has another name beside it, is no single number of a float dtype,
     or is not finite and above 0; it names the tensor."""
     headers = checkpoint.names()
-    found = {module: pair for module in modules if (pair := _pair(checkpoint, headers, module)) is not None}
+    scaled = {module: pair for module in modules if (pair := _pair(checkpoint, headers, module)) is not None}
     old = [name for name in headers if name.endswith(".kv_scale")]
     if old:
         text = "%d scales such as %s are of an old form, one for keys and values together, and are not read"
         logger.warning(text, len(old), old[0])
-    if 0 < len(found) < len(modules):
-        missing = next(module for module in modules if module not in found)
+    if 0 < len(scaled) < len(modules):
+        missing = next(module for module in modules if module not in scaled)
         text = "%d of %d layers have scales of keys and values; the others, such as %s, have scale 1"
-        logger.warning(text, len(found), len(modules), missing)
+        logger.warning(text, len(scaled), len(modules), missing)
     scales = dict.fromkeys(modules, (1.0, 1.0))
-    for module, (keys, values) in found.items():
+    for module, (keys, values) in scaled.items():
         scales[module] = _read(checkpoint, headers, keys), _read(checkpoint, headers, values)
     return scales
 
 
 def _pair(checkpoint: Checkpoint, headers: Mapping[str, Header], module: str) -> tuple[str, str] | None:
     """The names of a module's scales; None where it has none."""
-    found: list[tuple[str, str]] = []
+    pairs: list[tuple[str, str]] = []
     for pair in _PAIRS:
         keys, values = (f"{module}.{name}" for name in pair)
         if (keys in headers) != (values in headers):
             given, absent = (keys, values) if keys in headers else (values, keys)
             raise _error(checkpoint, given, "is there alone", f"{absent} beside it")
         if keys in headers:
-            found.append((keys, values))
-    if len(found) > 1:
-        raise _error(checkpoint, found[1][0], f"and {found[0][0]} both scale the keys of a layer", "one of them")
-    return found[0] if found else None
+            pairs.append((keys, values))
+    if len(pairs) > 1:
+        raise _error(checkpoint, pairs[1][0], f"and {pairs[0][0]} both scale the keys of a layer", "one of them")
+    return pairs[0] if pairs else None
 
 
 def _read(checkpoint: Checkpoint, headers: Mapping[str, Header], name: str) -> float:
@@ -80,6 +80,6 @@ def _read(checkpoint: Checkpoint, headers: Mapping[str, Header], name: str) -> f
     return value
 
 
-def _error(checkpoint: Checkpoint, name: str, found: str, expected: str) -> CheckpointError:
-    text = f"{checkpoint.path}: {name} {found}; expected {expected}"
+def _error(checkpoint: Checkpoint, name: str, fault: str, expected: str) -> CheckpointError:
+    text = f"{checkpoint.path}: {name} {fault}; expected {expected}"
     return CheckpointError(f"{text}; copy the checkpoint again, or leave kv_cache_dtype out")

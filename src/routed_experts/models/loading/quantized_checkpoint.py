@@ -109,7 +109,7 @@ class _Reader:
 
     def matrices(self) -> dict[str, QuantizedMatrix]:
         """Every quantised matrix by its plain name."""
-        found: dict[str, QuantizedMatrix] = {}
+        by_name: dict[str, QuantizedMatrix] = {}
         for name in self.headers:
             if name.endswith(_PACKED):
                 matrix = self._packed(name.removesuffix(_PACKED))
@@ -117,16 +117,16 @@ class _Reader:
                 matrix = self._scaled(codes, name)
             else:
                 continue
-            if matrix.name in found:
-                raise self._error(name, f"and {found[matrix.name].scales} both scale {matrix.name}", "one of them")
-            found[matrix.name] = matrix
-        self._check_scaled({matrix.codes for matrix in found.values()})
-        if not found and (self.config.groups or not any(is_kv_scale(name) for name in self.headers)):
+            if matrix.name in by_name:
+                raise self._error(name, f"and {by_name[matrix.name].scales} both scale {matrix.name}", "one of them")
+            by_name[matrix.name] = matrix
+        self._check_scaled({matrix.codes for matrix in by_name.values()})
+        if not by_name and (self.config.groups or not any(is_kv_scale(name) for name in self.headers)):
             raise CheckpointError(
                 f"{self.config.path} has quantization_config of quant_method={self.config.method!r}, but no tensor of "
                 "the checkpoint is quantised; expected codes and scales; remove the key, or copy the checkpoint again"
             )
-        return found
+        return by_name
 
     def _codes_of(self, name: str) -> str | None:
         """The tensor that is scaled by this one, if it is a scale."""
@@ -257,9 +257,9 @@ class _Reader:
     def _dtype(self, name: str) -> str | None:
         return self.headers[name][1] if name in self.headers else None
 
-    def _error(self, name: str, found: str, expected: str) -> CheckpointError:
+    def _error(self, name: str, fault: str, expected: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.checkpoint.path}: {name} {found}; expected {expected}; copy the checkpoint again, or use an "
+            f"{self.checkpoint.path}: {name} {fault}; expected {expected}; copy the checkpoint again, or use an "
             "unquantised one"
         )
 

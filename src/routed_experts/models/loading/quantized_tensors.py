@@ -210,9 +210,9 @@ class QuantizedMatrix(CodedTensor):
             raise self.error(checkpoint, self.group_map, f"holds {wrong}", f"groups 0 to {self.grid[-1] - 1}")
         return groups
 
-    def error(self, checkpoint: Checkpoint, name: str, found: str, expected: str) -> CheckpointError:
+    def error(self, checkpoint: Checkpoint, name: str, fault: str, expected: str) -> CheckpointError:
         """Of one of its tensors."""
-        return CheckpointError(f"{checkpoint.path}: {name} {found}; expected {expected}; copy the checkpoint again")
+        return CheckpointError(f"{checkpoint.path}: {name} {fault}; expected {expected}; copy the checkpoint again")
 
 
 @dataclass(frozen=True, slots=True)

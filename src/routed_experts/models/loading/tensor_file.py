@@ -112,16 +112,16 @@ class TensorFile:
 
     def samples(self) -> dict[str, bytes]:
         """By name, the bytes in the middle of every tensor. CheckpointError where they cannot be read."""
-        found: dict[str, bytes] = {}
+        contents: dict[str, bytes] = {}
         try:
             with self.path.open("rb", buffering=0) as file:
                 for name, tensor in self.tensors.items():
                     size = min(tensor.num_bytes, _SAMPLE_BYTES)
                     file.seek(tensor.first_byte + (tensor.num_bytes - size) // 2)
-                    found[name] = file.read(size)
+                    contents[name] = file.read(size)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read ({error}); copy the checkpoint again") from error
-        return found
+        return contents
 
 
 def _named(dtype_name: str) -> str:

@@ -256,8 +256,8 @@ class Mxfp4(CodedTensor):
         stored = checkpoint.read(self.scales, (experts, self._stored(outputs), blocks))
         exponents = self._rows(stored.view(np.uint8))
         if (exponents == _NAN_EXPONENT).any():
-            found, fits = f"holds {_NAN_EXPONENT}, which is NaN", f"exponents 0 to {_NAN_EXPONENT - 1}"
-            raise _error(checkpoint.path, self.scales, found, fits)
+            fault, fits = f"holds {_NAN_EXPONENT}, which is NaN", f"exponents 0 to {_NAN_EXPONENT - 1}"
+            raise _error(checkpoint.path, self.scales, fault, fits)
         return exponents
 
     def _stored(self, outputs: slice) -> slice:
@@ -326,8 +326,8 @@ def _powers(exponents: UInt8[np.ndarray, "E O B"]) -> Float[np.ndarray, "E O B"]
     return np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
 
 
-def _error(path: Path, name: str, found: str, expected: str) -> CheckpointError:
-    return CheckpointError(f"{path}: {name} {found}; expected {expected}; copy the checkpoint again")
+def _error(path: Path, name: str, fault: str, expected: str) -> CheckpointError:
+    return CheckpointError(f"{path}: {name} {fault}; expected {expected}; copy the checkpoint again")
 
 
 def _blocks_of(side: slice, size: int) -> tuple[slice, int]:

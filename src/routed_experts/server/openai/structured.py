@@ -25,15 +25,15 @@ _FIELDS: Mapping[str, Callable[..., GrammarSpec | None]] = MappingProxyType(
 
 def grammar_of(body: OpenAIRequest) -> GrammarSpec | None:
     """The form of the output that a body asks for; None: any. Raises InvalidRequestError naming the field."""
-    found: GrammarSpec | None = None
+    grammar: GrammarSpec | None = None
     first = ""
     for name, make in _FIELDS.items():
         value = getattr(body, name)
         spec = None if value is None or value == "" else make(value, param=name)
         if spec is None:
             continue
-        if found is not None:
+        if grammar is not None:
             text = f"{PARAM} and {first} both ask for a form of the output; send one of them"
             raise InvalidRequestError(text, param=name, code="conflicting_parameters")
-        found, first = spec, name
-    return found
+        grammar, first = spec, name
+    return grammar
