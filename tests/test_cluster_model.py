@@ -81,23 +81,25 @@ def test_latencies_grow_with_doublings_of_hosts_and_ordered_sums_with_devices(mo
 def rows(model, *, thread=(20e-6, 1e-9, 10e-6, 2e-10), factor=1.0):
     """Rows as they would be measured with these constants; `factor` on those with 7 followers."""
     times = model.HostTimes((50e-6, 2e-6), 1.1, thread, (100e-6, 1e-9, 30e-6, 5e-10))
-    found = []
+    actual = []
     for batch in (32, 128):
         for followers in (0, 1, 3, 7):
             size, scale = model.order_bytes(batch), factor if followers == 7 else 1.0
             row = {"batch": batch, "followers": followers, "order bytes": size, "CPU ratio": 1.1 * scale}
             row["CPU ms"] = (50e-6 + 2e-6 * batch) * 1e3 * (1.1 if followers else 1.0)
             row["thread us"] = times.thread_s(followers, size) * 1e6 * scale
-            found.append(row | {"left us": times.delay_s(followers, size) * 1e6 * scale})
-    return times, found
+            actual.append(row | {"left us": times.delay_s(followers, size) * 1e6 * scale})
+    return times, actual
 
 
 def test_constants_come_back_from_rows_of_known_ones_and_a_wrong_case_is_seen(model):
     times, measured = rows(model)
-    found = model.fit(measured)
-    assert found.step == pytest.approx(times.step) and found.added == times.added
-    assert found.thread == pytest.approx(times.thread, rel=1e-6) and found.delay == pytest.approx(times.delay, rel=1e-6)
-    assert [case["ratio"] for case in model.small_cases(found, measured)] == pytest.approx([1.0] * 8)
+    actual = model.fit(measured)
+    assert actual.step == pytest.approx(times.step) and actual.added == times.added
+    assert actual.thread == pytest.approx(times.thread, rel=1e-6) and actual.delay == pytest.approx(
+        times.delay, rel=1e-6
+    )
+    assert [case["ratio"] for case in model.small_cases(actual, measured)] == pytest.approx([1.0] * 8)
     _, wrong = rows(model, factor=1.5)
     ratios = {case["case"].partition(": ")[2]: case["ratio"] for case in model.small_cases(model.fit(wrong), wrong)}
     assert ratios.pop("order bytes") == 1.0 and all(ratio == pytest.approx(1 / 1.5) for ratio in ratios.values())

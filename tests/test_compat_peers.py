@@ -37,9 +37,9 @@ def test_what_differs_from_the_table_is_found():
     expected = {"vllm": {"a.py": {"one": ("pass", ""), "two": ("fails", "why"), "unit": ("not applicable", "unit")}}}
     assert not list(run.differences(expected, expected))
     seen = {"vllm": {"a.py": {"one": ("fails", "x"), "two": ("pass", ""), "unit": ("pass", ""), "new": ("pass", "")}}}
-    found = list(run.differences(expected, seen))
-    assert [line.split()[0] for line in found] == ["DIFF", "DIFF", "NEW"]
-    assert ["::" + line.split("::")[1].split(":")[0] for line in found] == ["::one", "::two", "::new"]
+    actual = list(run.differences(expected, seen))
+    assert [line.split()[0] for line in actual] == ["DIFF", "DIFF", "NEW"]
+    assert ["::" + line.split("::")[1].split(":")[0] for line in actual] == ["::one", "::two", "::new"]
     merged = run.merged(expected, seen, whole=True)["vllm"]["a.py"]
     assert merged["unit"] == ("not applicable", "unit"), "luck changes nothing"
     assert merged["one"] == ("fails", "x") and merged["two"] == ("pass", "") and merged["new"] == ("pass", "")

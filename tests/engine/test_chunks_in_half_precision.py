@@ -44,12 +44,15 @@ def whole():
 
 @pytest.mark.parametrize("chunk", [16, 50])
 def test_chunks_do_not_change_a_bit(whole, chunk):
-    (tokens, ids, logprobs, scored), (wanted_tokens, wanted_ids, wanted_logprobs, wanted_scored) = answer(chunk), whole
-    assert tokens == wanted_tokens
-    assert np.array_equal(ids, wanted_ids)
-    assert np.array_equal(logprobs, wanted_logprobs)
-    assert np.array_equal(scored.routed_experts.ids, wanted_scored.routed_experts.ids)
-    assert np.array_equal(scored.logprobs, wanted_scored.logprobs)
+    (tokens, ids, logprobs, scored), (expected_tokens, expected_ids, expected_logprobs, expected_scored) = (
+        answer(chunk),
+        whole,
+    )
+    assert tokens == expected_tokens
+    assert np.array_equal(ids, expected_ids)
+    assert np.array_equal(logprobs, expected_logprobs)
+    assert np.array_equal(scored.routed_experts.ids, expected_scored.routed_experts.ids)
+    assert np.array_equal(scored.logprobs, expected_scored.logprobs)
 
 
 def test_score_has_the_rows_and_logprobs_of_the_rollout(whole):

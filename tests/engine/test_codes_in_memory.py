@@ -222,9 +222,9 @@ def test_a_trainer_through_the_grid_has_the_numbers_that_are_served(qwen):
     folder = ModelFolder.open(qwen.oracle.folder)
     model = folder.load(jnp.dtype("float32"))
     graphdef, state = nnx.split(model)
-    kept = {".".join(map(str, p)): leaf for p, leaf in nnx.to_flat_state(replay.quantised(state, model.config))}
+    retained = {".".join(map(str, p)): leaf for p, leaf in nnx.to_flat_state(replay.quantised(state, model.config))}
     copy = nnx.state(ModelFolder.open(qwen.copy).load(jnp.dtype("float32")))
-    assert all(np.array_equal(kept[".".join(map(str, p))][...], leaf[...]) for p, leaf in nnx.to_flat_state(copy))
+    assert all(np.array_equal(retained[".".join(map(str, p))][...], leaf[...]) for p, leaf in nnx.to_flat_state(copy))
 
     def loss(state):
         module: FamilyDecoder = nnx.merge(graphdef, replay.quantised(state, model.config))

@@ -177,8 +177,8 @@ def test_a_head_drafts_what_its_equations_say_and_changes_no_answer(name, qwen, 
         assert_drafts_are(offers, prompts, [output for output, *_ in greedy], expected, at_least=20)
         sampled, _ = answers(engine, prompts, 1.0, new=10)
         assert engine.stats().speculative.requests.accepted > 0
-    for found, wanted in ((greedy, plain[0.0]), (sampled, plain[1.0])):
-        assert found == wanted
+    for actual, wanted in ((greedy, plain[0.0]), (sampled, plain[1.0])):
+        assert actual == wanted
 
 
 FEW_PAGES = dict(max_total_tokens=128)
@@ -214,15 +214,15 @@ def assert_same_under(schedules, mode, written):
     plain = None
     for schedule in schedules:
         speculative = SpeculativeConfig(algorithm="NEXTN", adaptive=False)
-        found = []
+        actual = []
         for drafts in (None, speculative) if plain is None else (speculative,):
             options = SIZES | dict(enable_return_routed_experts=True) | mode | schedule
             with lazy_compilation(), Engine(str(folder), **options, speculative=drafts) as engine:
-                found.append([answers(engine, prompts, **how)[0] for how in map(dict, sampling)])
+                actual.append([answers(engine, prompts, **how)[0] for how in map(dict, sampling)])
                 assert not engine.check_integrity()
                 assert drafts is None or engine.stats().speculative.requests.accepted > 0, schedule
-        plain = found[0] if plain is None else plain
-        for expected, got in zip(itertools.chain(*plain), itertools.chain(*found[-1]), strict=True):
+        plain = actual[0] if plain is None else plain
+        for expected, got in zip(itertools.chain(*plain), itertools.chain(*actual[-1]), strict=True):
             if mode:
                 assert got == expected, schedule
             else:  # of other modes tokens alone are compared

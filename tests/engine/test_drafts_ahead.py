@@ -289,10 +289,10 @@ def test_aborted_requests_end_with_a_prefix_and_others_do_not_notice(core, plain
             run.core.abort(running[tick % len(running)])
 
     run = Run(core)
-    found = run.play(monkeypatch, events=abort)
+    actual = run.play(monkeypatch, events=abort)
     aborted = [rid for rid, out in run.outs.items() if out.finish_reason.type == "abort"]
-    assert run.ahead and len(aborted) > 3 and found.keys() == plain.keys()
-    for rid, answer in found.items():
+    assert run.ahead and len(aborted) > 3 and actual.keys() == plain.keys()
+    for rid, answer in actual.items():
         tokens = answer[0]
         assert tokens == plain[rid][0][: len(tokens)]
         assert rid in aborted or answer == plain[rid]

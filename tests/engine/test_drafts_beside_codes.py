@@ -71,8 +71,8 @@ def test_a_draft_model_of_a_quantised_folder_is_dequantised_and_changes_no_answe
     folder, expected = target
     assert quantize_folder(folder, tmp_path / "small", tmp_path / "copy", forms()["fp8 blocks"])
     config = SpeculativeConfig(algorithm="STANDALONE", draft_model_path=str(tmp_path / "small"), adaptive=False)
-    found, drafts = observed(folder, V, speculative=config)
-    assert found == expected
+    actual, drafts = observed(folder, V, speculative=config)
+    assert actual == expected
     copy = nnx.state(ModelFolder.open(tmp_path / "copy").load(jnp.dtype("float32")))
     assert_equal(drafts, jax.tree.leaves(copy))
 
@@ -82,8 +82,8 @@ def test_prediction_layers_beside_codes_are_plain_and_change_no_answer(tmp_path)
     plain, small, copy = (tmp_path / name for name in ("plain", "small", "copy"))
     PredictorOracle("Glm4Moe", plain, modules=1)
     expected, _ = observed(plain, VOCAB_SIZE)
-    found, drafts = observed(plain, VOCAB_SIZE, speculative=SpeculativeConfig(algorithm="NEXTN", adaptive=False))
-    assert found == expected
+    actual, drafts = observed(plain, VOCAB_SIZE, speculative=SpeculativeConfig(algorithm="NEXTN", adaptive=False))
+    assert actual == expected
     assert_equal(drafts, predictor_arrays(ModelFolder.open(plain)))
     assert any("eh_proj" in name for name in quantize_folder(plain, small, copy, forms()["fp8 blocks"]))
     coded = ModelFolder.open(small).with_codes(CodeSupport(formats=frozenset({"e4m3"})))

@@ -182,11 +182,11 @@ def test_every_cell_of_the_grid_equals_bitwise_each_sequence_run_alone(testbed, 
 def test_three_axes_have_each_of_their_values_together_in_one_half_of_the_grid():
     axes = ("batch", "chunk", "radix", "preempt", "n")
     for three in itertools.combinations(axes, 3):
-        found = [
+        actual = [
             {tuple(vars(cell)[axis] for axis in three) for cell in cells}
             for cells in (GRID, [cell for cell in GRID if half_of(cell) == 0])
         ]
-        assert found[0] == found[1], three
+        assert actual[0] == actual[1], three
 
 
 @pytest.mark.parametrize("radix", RADIX)

@@ -29,8 +29,8 @@ def test_they_are_those_of_the_model(engine):
         meta = whole["meta_info"]
         rows = [*meta["input_token_ids_logprobs"][1:], *meta["output_token_ids_logprobs"]]
         assert meta["input_token_ids_logprobs"][0] is None and len(rows) == len(expected)
-        found = [{token: logprob for logprob, token, _ in row}[sequence[i + 1]] for i, row in enumerate(rows)]
-        np.testing.assert_allclose(found, expected, atol=2e-5)
+        actual = [{token: logprob for logprob, token, _ in row}[sequence[i + 1]] for i, row in enumerate(rows)]
+        np.testing.assert_allclose(actual, expected, atol=2e-5)
         few = out["meta_info"]["output_token_ids_logprobs"]
         for row, all_ids in zip(few, meta["output_token_ids_logprobs"], strict=True):
             assert [token for _, token, _ in row] == [5, 12, 20]

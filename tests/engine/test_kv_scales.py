@@ -149,12 +149,12 @@ def test_scores_are_those_of_whole_sequences_in_numpy(folders, kernels):
 )
 @fast_compilation()
 def test_powers_of_two_are_those_in_the_weights_by_the_bit(folders, kernels, dtype):
-    found = []
+    actual = []
     for folder in (folders.powers, folders.folded, folders.small):
         with Engine(str(folder), dtype=dtype, **ENGINE, **CODES, **kernels) as engine:
-            found.append(answers(engine))
-    assert found[0] == found[1]
-    assert found[0] != found[2]
+            actual.append(answers(engine))
+    assert actual[0] == actual[1]
+    assert actual[0] != actual[2]
 
 
 def test_a_rollout_is_its_score_and_a_cached_prefix_and_a_cut_change_no_bit(folders):
@@ -192,20 +192,20 @@ def test_a_head_that_reads_layers_changes_no_answer(tmp_path):
     config = SpeculativeConfig(
         algorithm="EAGLE3", draft_model_path=str(eagle3_case().write(tmp_path / "head")), adaptive=False
     )
-    prompts, found = [[token % V for token in prompt] for prompt in PROMPTS], []
+    prompts, actual = [[token % V for token in prompt] for prompt in PROMPTS], []
     for how in ({}, {"speculative": config}):
         with Engine(str(scaled), **ENGINE, **CODES, deterministic=True, **how) as engine:
-            found.append(sampled_answers(engine, prompts, 1.0, new=16)[0])
-    assert found[0] == found[1]
+            actual.append(sampled_answers(engine, prompts, 1.0, new=16)[0])
+    assert actual[0] == actual[1]
 
 
 @fast_compilation()
 def test_scales_are_not_read_unless_codes_are_asked_for(folders, caplog):
     with caplog.at_level(logging.INFO), Engine(str(folders.scaled), dtype="float32", **ENGINE) as engine:
-        found = answers(engine)
+        actual = answers(engine)
     assert "8 scales of keys and values are read where kv_cache_dtype='fp8_e4m3'" in caplog.text
     with Engine(str(folders.small), dtype="float32", **ENGINE) as engine:
-        assert answers(engine) == found
+        assert answers(engine) == actual
 
 
 @fast_compilation()

@@ -321,12 +321,12 @@ def test_an_order_that_cannot_be_encoded_ends_the_group_with_its_reason():
 
 def test_orders_of_steps_and_their_tokens_may_be_noted_by_two_threads_in_any_order():
     def due(first_orders):
-        digests, found = StepDigests(), []
+        digests, actual = StepDigests(), []
         orders = [lambda index=index: digests.run(step(index, index)) for index in range(2 * DIGEST_STEPS)]
         tokens = [lambda index=index: digests.read(table(index)) for index in range(2 * DIGEST_STEPS)]
         for call in orders + tokens if first_orders else tokens + orders:
-            found += [result for result in (call(),) if result is not None]
-        return found
+            actual += [result for result in (call(),) if result is not None]
+        return actual
 
     assert due(True) == due(False) and [steps for steps, _ in due(True)] == [DIGEST_STEPS, 2 * DIGEST_STEPS]
 
@@ -345,7 +345,7 @@ def test_digests_depend_on_every_order_its_kind_and_its_sequence():
 
     first, second = (Order(kind=OrderKind.SCORE, arrays=(np.array([n], np.int32),)) for n in (1, 2))
     counts = Order(kind=OrderKind.TAKE_COUNTS)
-    found = {
+    actual = {
         digest(),
         digest(first),
         digest(second),
@@ -354,5 +354,5 @@ def test_digests_depend_on_every_order_its_kind_and_its_sequence():
         digest(counts),
         digest(token=2),
     }
-    assert len(found) == 7
+    assert len(actual) == 7
     assert digest(first, second) == digest(first, second)

@@ -238,9 +238,9 @@ def test_the_programs_of_a_group_are_those_of_one_process(pair):
 
 
 def test_the_server_info_names_the_followers(pair):
-    found = pair.leader.call("info")
-    assert found["nnodes"] == 2
-    ((follower,),) = [found["followers"]]
+    actual = pair.leader.call("info")
+    assert actual["nnodes"] == 2
+    ((follower,),) = [actual["followers"]]
     assert follower["rank"] == 1 and follower["address"].startswith("127.0.0.1:")
     assert pair.single.call("info") == {"nnodes": None, "followers": None}
 

@@ -188,8 +188,8 @@ def test_an_engine_whose_requests_see_themselves_alone_takes_no_answers(folder, 
     path = str(folder) if algorithm == "STANDALONE" else None
     speculative = None if algorithm is None else SpeculativeConfig(algorithm=algorithm, draft_model_path=path)
     words = "speculative_algorithm='NGRAM' or 'SUFFIX' and speculative_scope='namespace'"
-    wanted = pytest.raises(InvalidRequestError, match=words)
-    with lazy_compilation(), open_engine(folder, speculative=speculative) as engine, wanted:
+    expected = pytest.raises(InvalidRequestError, match=words)
+    with lazy_compilation(), open_engine(folder, speculative=speculative) as engine, expected:
         engine.remember_rollouts([1, 2], [3])
 
 

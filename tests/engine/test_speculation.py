@@ -113,12 +113,12 @@ def answers_alone(mode):
     """By request id: its tokens, logprobs, prompt logprobs, rows, end and best tokens, from an engine without drafts,
     one request at a time."""
     plain = tiny_testbed(deterministic=mode == "deterministic", moe_backend="probed", **SIZES)
-    found = {}
+    actual = {}
     for req in requests():
         drive = plain.drive(max_running_requests=1, disable_radix_cache=True)
         drive.run(req)
-        found |= results(drive)
-    return found
+        actual |= results(drive)
+    return actual
 
 
 def results(drive):
@@ -440,7 +440,7 @@ def test_a_prefix_that_ended_inside_of_a_run_is_cached_as_without_drafts(testbed
     prompt, answer = PROMPTS[0].tolist(), alone["p0c0"][0]
     plain = tiny_testbed(deterministic=mode == "deterministic", moe_backend="probed", **SIZES)
     for length in range(1, 2 * SIZES["page_size"] + 3):
-        found = []
+        actual = []
         for drafts in (False, True):
             rest = {"a": (prompt, answer), "b": (prompt + answer[:length], alone["p0c0"][0])}
             drafter = OracleDrafter(rest, 1.0, vocab_size=VOCAB_SIZE)
@@ -450,10 +450,10 @@ def test_a_prefix_that_ended_inside_of_a_run_is_cached_as_without_drafts(testbed
             assert_all_faithful(drive)
             pages = drive.core.ranks[0].pages
             cached = drive.outputs["b"].end.cached_tokens
-            found.append((cached, pages.num_available, pages.cache.num_evictable, results(drive)["b"][3]))
-        assert found[0][:3] == found[1][:3], length
+            actual.append((cached, pages.num_available, pages.cache.num_evictable, results(drive)["b"][3]))
+        assert actual[0][:3] == actual[1][:3], length
         if mode == "deterministic":
-            assert found[0][3] == found[1][3]
+            assert actual[0][3] == actual[1][3]
 
 
 def test_a_request_that_is_aborted_while_its_drafts_are_verified_leaves_nothing(testbed, alone):

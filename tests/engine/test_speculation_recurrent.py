@@ -83,13 +83,13 @@ def bench(name, *, speculates):
 @functools.cache
 def alone(name):
     """By request id: what it gets without drafts, one request at a time."""
-    found = {}
+    actual = {}
     for req in requests():
         drive = bench(name, speculates=False).drive(max_running_requests=1)
         drive.run(req)
-        found |= results(drive)
-    assert len({tuple(result[0]) for result in found.values()}) > 5, "a constant answer proves nothing"
-    return found
+        actual |= results(drive)
+    assert len({tuple(result[0]) for result in actual.values()}) > 5, "a constant answer proves nothing"
+    return actual
 
 
 IN_EVERY_RUN = ("bailing-hybrid, deterministic", "lfm2-moe")  # both modes; test_kv_cache_dtype.py: Qwen3-Next
@@ -208,15 +208,15 @@ def states_of(drive, req):
 @functools.cache
 def states_by_length(name, index):
     """The states of a prompt's request after each number of fed tokens: one token a step, without drafts."""
-    drive, found = bench(name, speculates=False).drive(chunked_prefill_size=1), {}
+    drive, actual = bench(name, speculates=False).drive(chunked_prefill_size=1), {}
     drive.add(requests()[index])
     [req] = drive.core.ranks[0].waiting
     while not drive.core.is_idle:
         drive.step()
         drive.drain()
         if req in drive.core.ranks[0].running:
-            found[req.num_dispatched] = states_of(drive, req)
-    return found
+            actual[req.num_dispatched] = states_of(drive, req)
+    return actual
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])

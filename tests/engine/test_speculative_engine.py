@@ -179,7 +179,7 @@ TESTED_ELSEWHERE = ("olmoe", "qwen3-next", "bailing-hybrid", "lfm2-moe", "gemma4
 def test_every_family_answers_with_drafts_as_without(name, tmp_path):
     rng = np.random.default_rng(1)
     prompts = [np.tile(rng.integers(0, VOCAB_SIZE, 6), 4).tolist(), rng.integers(0, VOCAB_SIZE, 17).tolist()]
-    folder, found = str(write_family(tmp_path, name)), []
+    folder, actual = str(write_family(tmp_path, name)), []
     for speculative in (None, NGRAM):
         options = dict(enable_return_routed_experts=name != "dense", skip_tokenizer_init=True)
         with fast_compilation(), open_engine(folder, **options, speculative=speculative) as engine:
@@ -193,10 +193,10 @@ def test_every_family_answers_with_drafts_as_without(name, tmp_path):
                 for prompt in prompts
                 for temperature in (0.0, 0.6)
             ]
-            found.append(outs)
+            actual.append(outs)
             totals = engine.stats().speculative
     assert totals.requests.accepted > 0, "drafts were verified"
-    for plain, drafted in zip(*found, strict=True):
+    for plain, drafted in zip(*actual, strict=True):
         assert drafted["output_ids"] == plain["output_ids"]
         if name != "dense":
             rows, expected = map(extract_routed_experts_from_meta_info, (drafted["meta_info"], plain["meta_info"]))
@@ -218,16 +218,16 @@ def test_every_family_answers_with_drafts_as_without(name, tmp_path):
 )
 def test_two_devices_answer_with_drafts_as_without(folder, tmp_path, name, ep_size):
     """A tiny Qwen3-MoE, and families whose layers keep states."""
-    found, folder = [], folder if name is None else str(write_family(tmp_path, name))
+    actual, folder = [], folder if name is None else str(write_family(tmp_path, name))
     for speculative in (None, NGRAM):
         sizes = dict(tp_size=2, ep_size=ep_size, enable_return_routed_experts=True, skip_tokenizer_init=True)
         with fast_compilation(), open_engine(folder, **sizes, speculative=speculative) as engine:
             sampling = {"temperature": 0.7, "seed": 3, "max_new_tokens": 24}
             prompts = [PROMPT, PROMPT[2:]]
-            found.append(engine.generate(input_ids=prompts, sampling_params=sampling, return_routed_experts=True))
+            actual.append(engine.generate(input_ids=prompts, sampling_params=sampling, return_routed_experts=True))
             totals = engine.stats().speculative
     assert totals.requests.proposed > 0
-    for plain, drafted in zip(*found, strict=True):
+    for plain, drafted in zip(*actual, strict=True):
         assert drafted["output_ids"] == plain["output_ids"]
         rows, expected = map(extract_routed_experts_from_meta_info, (drafted["meta_info"], plain["meta_info"]))
         np.testing.assert_array_equal(rows, expected)
@@ -238,11 +238,11 @@ def test_layers_with_states_go_with_shared_answers_and_with_adaptive_drafts(name
     """SUFFIX finds the first answer in its store when the same prompt comes again."""
     folder, sampling = str(write_family(tmp_path, name)), {"temperature": 0.8, "seed": 3, "max_new_tokens": 30}
     suffix = dataclasses.replace(NGRAM, algorithm="SUFFIX", scope="namespace", remember=True)
-    adaptive, found = SpeculativeConfig(num_draft_tokens=4), []
+    adaptive, actual = SpeculativeConfig(num_draft_tokens=4), []
     for speculative in (None, suffix, adaptive):
         with fast_compilation(), open_engine(folder, skip_tokenizer_init=True, speculative=speculative) as engine:
             outs = [engine.generate(input_ids=PROMPT, sampling_params=sampling) for _ in range(2)]
-            found.append([out["output_ids"] for out in outs])
+            actual.append([out["output_ids"] for out in outs])
             if speculative is suffix:
                 assert engine.stats().speculative.requests.accepted > 15
-    assert found[0] == found[1] == found[2]
+    assert actual[0] == actual[1] == actual[2]

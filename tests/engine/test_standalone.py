@@ -110,14 +110,14 @@ def test_the_target_accepts_all_drafts_of_itself(schedule, target, plain, is_tho
         lazy_compilation() if is_lazy else contextlib.nullcontext(),
         Engine(str(target), **options, speculative=standalone(target)) as engine,
     ):
-        found = [answers(engine, prompts_of(V), new=NEW, **sampling) for sampling in SAMPLINGS]
+        actual = [answers(engine, prompts_of(V), new=NEW, **sampling) for sampling in SAMPLINGS]
         assert is_lazy or engine.compiles.serving == 0
         assert not engine.check_integrity()
         scheduler = engine.components.core.ranks[0]
         assert (scheduler.num_retracted > 0) == (schedule == "few pages")
         total = engine.stats().speculative.requests
-    assert [outputs for outputs, _ in found] == plain
-    metas = [meta for _, metas in found for meta in metas]
+    assert [outputs for outputs, _ in actual] == plain
+    metas = [meta for _, metas in actual for meta in metas]
     drafted = [meta for meta in metas if meta["spec_num_proposed_drafts"]]
     assert all(meta["spec_accept_rate"] == 1.0 for meta in drafted)
     assert len(drafted) == len(metas) or (schedule == "few pages" and len(drafted) > len(metas) // 2)
@@ -134,13 +134,13 @@ def test_drafts_are_right_after_steps_without_them_and_up_to_the_end_of_the_cont
     with lazy_compilation(), Engine(str(target), **SIZES, **EXACT, speculative=standalone(target)) as engine:
         policy = engine.components.core.speculation.policy
         policy.should_try = lambda step: step % 7 in (3, 4, 5)
-        found, metas = answers(engine, prompts, temperature=0.0, new=CONTEXT - 20)
-    assert found == expected
+        actual, metas = answers(engine, prompts, temperature=0.0, new=CONTEXT - 20)
+    assert actual == expected
     assert all(meta["spec_accept_rate"] == 1.0 and meta["spec_verify_ct"] > 3 for meta in metas)
 
 
 def test_weights_of_experts_are_recorded_beside_a_draft_model(target):
-    found = []
+    actual = []
     for speculative in (None, standalone(target)):
         options = SIZES | EXACT | dict(enable_return_routed_experts_weights=True, speculative=speculative)
         with lazy_compilation(), Engine(str(target), **options) as engine:
@@ -151,8 +151,8 @@ def test_weights_of_experts_are_recorded_beside_a_draft_model(target):
         meta = answer["meta_info"]
         rows = {name: value for name, value in meta.items() if name.startswith("routed_experts")}
         assert {"routed_experts", "routed_experts_weights"} <= rows.keys()
-        found.append((answer["output_ids"], rows))
-    assert found[0] == found[1]
+        actual.append((answer["output_ids"], rows))
+    assert actual[0] == actual[1]
     assert meta["spec_num_proposed_drafts"] > 0
 
 
@@ -186,10 +186,10 @@ def test_a_dense_model_drafts_what_transformers_says_and_changes_no_answer(targe
         lazy_compilation(),
         Engine(str(target), **SIZES, **EXACT, chunked_prefill_size=8, speculative=speculative) as engine,
     ):
-        found = [answers(engine, prompts_of(V), new=NEW, **sampling)[0] for sampling in SAMPLINGS[:1]]
+        actual = [answers(engine, prompts_of(V), new=NEW, **sampling)[0] for sampling in SAMPLINGS[:1]]
         checked, shortened, past = 0, 0, 0
         for index, prompt in enumerate(prompts_of(V)):
-            sequence, length = [*prompt, *found[0][index][0]], len(prompt) + NEW
+            sequence, length = [*prompt, *actual[0][index][0]], len(prompt) + NEW
             for known, drafts, _ in offers.by_request[f"call-{index}"]:
                 expected = transformers_drafts(model, sequence[:known])
                 has_pages = known + NUM_DRAFTS <= length
@@ -197,11 +197,11 @@ def test_a_dense_model_drafts_what_transformers_says_and_changes_no_answer(targe
                 checked, past = checked + 1, past + (not expected)
                 shortened += 0 < len(expected) < NUM_DRAFTS
         assert checked > 40 and shortened and past, "some drafts end with the context of the draft model"
-        found += [answers(engine, prompts_of(V), new=NEW, **sampling)[0] for sampling in SAMPLINGS[1:]]
+        actual += [answers(engine, prompts_of(V), new=NEW, **sampling)[0] for sampling in SAMPLINGS[1:]]
         assert engine.stats().speculative.requests.accepted > 0
         assert [line for line in engine.components.plan.lines() if line.startswith("draft model")]
         demand = engine.components.plan.draft
-    assert found == plain
+    assert actual == plain
     assert demand.weights == 4 * sum(weight.numel() for weight in model.parameters())
     assert demand.bytes_per_token == 4 * 2 * 3 * 8  # float32 keys and values of three heads of width 8 in a layer
 
@@ -212,9 +212,9 @@ def test_a_model_with_experts_and_other_attention_drafts_and_records_nothing(tar
     folder = write_family(tmp_path, "gpt-oss", vocab_size=57)
     speculative = standalone(folder, num_steps=2)
     with lazy_compilation(), Engine(str(target), **SIZES, **EXACT, speculative=speculative) as engine:
-        found = [answers(engine, prompts_of(V), new=NEW, **sampling)[0] for sampling in SAMPLINGS]
+        actual = [answers(engine, prompts_of(V), new=NEW, **sampling)[0] for sampling in SAMPLINGS]
         totals = engine.stats().speculative.requests
-    assert found == plain
+    assert actual == plain
     assert totals.proposed > totals.accepted > 0
 
 

@@ -109,13 +109,13 @@ def penalized(raw, batch, inputs):
 def filtered(scores, top_k, top_p):
     """Leave the k best scores, and of these the fewest whose mass reaches top_p."""
     order = np.argsort(-scores, kind="stable")
-    kept = order[np.isfinite(scores[order])]
+    retained = order[np.isfinite(scores[order])]
     if top_k:
-        kept = kept[: int(top_k)]
-    mass = np.exp(scores[kept].astype(np.float64) - scores[kept].max())
+        retained = retained[: int(top_k)]
+    mass = np.exp(scores[retained].astype(np.float64) - scores[retained].max())
     reached = np.cumsum(mass) >= top_p * mass.sum() - 1e-12
-    kept = kept[: int(np.argmax(reached)) + 1] if top_p < 1 else kept
-    return np.where(np.isin(np.arange(V), kept), scores, -np.inf)
+    retained = retained[: int(np.argmax(reached)) + 1] if top_p < 1 else retained
+    return np.where(np.isin(np.arange(V), retained), scores, -np.inf)
 
 
 def log_softmax(scores):

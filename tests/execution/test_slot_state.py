@@ -54,7 +54,7 @@ def test_a_step_that_is_ahead_is_located_token_by_token(counts, seed):
     rng = np.random.default_rng(seed)
     parts, state = random_step(rng, counts), random_state(rng)
     located = jax.jit(lambda words, state: locate(words, state, shape=SHAPE))(packed(parts), state)
-    found, expected = unpack_words(located, SHAPE), {name: part.copy() for name, part in parts.items()}
+    actual, expected = unpack_words(located, SHAPE), {name: part.copy() for name, part in parts.items()}
     for at in range(sum(counts)):
         row, place = int(parts["token_rows"][at]), int(parts["positions"][at])
         slot = int(parts["request_slots"][row])
@@ -65,7 +65,7 @@ def test_a_step_that_is_ahead_is_located_token_by_token(counts, seed):
         end = int(state.positions[parts["request_slots"][row]]) + count
         expected["seq_lens"][row] = expected["position"][row] = end
     for name, part in expected.items():
-        np.testing.assert_array_equal(found[name], part, err_msg=name)
+        np.testing.assert_array_equal(actual[name], part, err_msg=name)
     paged = unpack(located, SHAPE).paged
     assert int(paged.valid.sum()) == sum(counts)
     np.testing.assert_array_equal(unpack_sampler(located, SHAPE.num_requests).sampling.position, expected["position"])
@@ -79,15 +79,15 @@ def test_slots_move_behind_their_accepted_drafts_and_no_other_slot_changes(count
     parts["positions"][: sum(counts)] += np.repeat(start, counts).astype(np.int32)
     accepted = np.array([rng.integers(0, count) for count in counts] + [0] * (4 - len(counts)), np.int32)
     proposed = rng.integers(-1, 50, (SHAPE.num_requests, 2 * NUM_DRAFTS)).astype(np.int32)
-    found = jax.jit(lambda *inputs: advance(*inputs, shape=SHAPE))(
+    actual = jax.jit(lambda *inputs: advance(*inputs, shape=SHAPE))(
         state, packed(parts), jnp.asarray(accepted), jnp.asarray(proposed)
     )
     positions, drafts = np.array(state.positions), np.array(state.drafts)
     for row, slot in enumerate(parts["request_slots"][: len(counts)]):
         positions[slot] = start[row] + 1 + accepted[row]
         drafts[slot] = proposed[row, :NUM_DRAFTS]
-    np.testing.assert_array_equal(found.positions[1:], positions[1:])  # slot 0 is that of padding
-    np.testing.assert_array_equal(found.drafts[1:], drafts[1:])
+    np.testing.assert_array_equal(actual.positions[1:], positions[1:])  # slot 0 is that of padding
+    np.testing.assert_array_equal(actual.drafts[1:], drafts[1:])
 
 
 def test_what_is_located_next_continues_what_has_been_accepted():

@@ -105,19 +105,19 @@ def draft_jobs(chip, *, static_modes=False):
         vocab_size=CONFIG.vocab_size,
         static_modes=static_modes,
     )
-    programs, found = DraftPrograms(kind=OF_TARGET, spec=draft_spec, state=state, pool=pool), {}
+    programs, actual = DraftPrograms(kind=OF_TARGET, spec=draft_spec, state=state, pool=pool), {}
 
     def more(shape, out):
-        found.update(programs.jobs(weights, spec, RUNNER, shape, out))
+        actual.update(programs.jobs(weights, spec, RUNNER, shape, out))
         return {}
 
     lowerings(weights, spec, RUNNER, more=more)
     drafting = {
         (key[1].mode, key[2], key[3]) if static_modes else (key[1].mode, key[2]): job
-        for key, job in found.items()
+        for key, job in actual.items()
         if key[0] == "draft"
     }
-    return drafting, {key[0]: job for key, job in found.items() if key[0] != "draft"}, pool
+    return drafting, {key[0]: job for key, job in actual.items() if key[0] != "draft"}, pool
 
 
 def test_each_step_but_verify_steps_has_a_program_without_drafts():

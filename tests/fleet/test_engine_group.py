@@ -525,8 +525,8 @@ def test_an_error_names_the_prompt_of_the_call_whichever_engine_has_it(local_ray
         CheckingActor().check(prompts, params, options)
     with pytest.raises(InvalidRequestError) as caught:
         module.EngineGroup([CheckingActor() for _ in range(number)]).generate(prompts, params, **options)
-    found, expected = caught.value, alone.value
-    assert (str(found), found.param, found.index, found.code) == (
+    actual, expected = caught.value, alone.value
+    assert (str(actual), actual.param, actual.index, actual.code) == (
         str(expected),
         expected.param,
         expected.index,

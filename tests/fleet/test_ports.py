@@ -10,9 +10,9 @@ from routed_experts.fleet import ports
 
 def test_a_port_and_a_pair_can_be_bound():
     for find, length in ((ports.free_port, 1), (lambda: ports.free_pair("127.0.0.1"), 2)):
-        found = {find() for _ in range(5)}
-        assert len(found) > 1, "searches begin at random places"
-        for port in found:
+        actual = {find() for _ in range(5)}
+        assert len(actual) > 1, "searches begin at random places"
+        for port in actual:
             assert ports.FIRST <= port <= ports.LAST < 32_768
             for number in range(port, port + length):
                 with socket.socket() as sock:

@@ -9,8 +9,8 @@ from routed_experts.fleet.prompt_balancer import PromptBalancer, split
 def test_calls_one_after_another_meet_the_same_engines(count, shares):
     balancer = PromptBalancer(3)
     for _ in range(3):
-        with balancer.assign(count) as found:
-            assert found == shares
+        with balancer.assign(count) as actual:
+            assert actual == shares
 
 
 def test_open_prompts_turn_the_next_call_to_other_engines():

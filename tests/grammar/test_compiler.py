@@ -308,17 +308,17 @@ def test_the_sources_that_are_kept_are_bounded(tokenizer, monkeypatch):
 
 
 def test_threads_compile_at_once(tokenizer):
-    compiler, kept = new_compiler(tokenizer), []
+    compiler, retained = new_compiler(tokenizer), []
 
     def compile_some():
-        kept.extend(compiler.compile(GrammarSpec.regex(f"[a-{'cdef'[n % 4]}]+")) for n in range(20))
+        retained.extend(compiler.compile(GrammarSpec.regex(f"[a-{'cdef'[n % 4]}]+")) for n in range(20))
 
     threads = [threading.Thread(target=compile_some) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(kept) == 80 and compiler.num_cached == 4
+    assert len(retained) == 80 and compiler.num_cached == 4
 
 
 def test_without_llguidance_the_error_names_the_command(tokenizer, monkeypatch):

@@ -124,8 +124,8 @@ def test_sampled_logprobs_are_found_by_their_tokens(cluster):
     for index, (tokens, values) in enumerate(zip(out.tokens, out.logprobs, strict=True)):
         padded[index, : tokens.size], logprobs[index, : tokens.size] = tokens, values
     order = np.array([2, 0, 3, 1])
-    found = cluster.rollout.get_per_token_logps(out.left_padded_prompt_tokens[order], padded[order])
-    np.testing.assert_array_equal(found, logprobs[order])
+    actual = cluster.rollout.get_per_token_logps(out.left_padded_prompt_tokens[order], padded[order])
+    np.testing.assert_array_equal(actual, logprobs[order])
 
 
 def test_answers_of_one_token_have_rows_of_their_prompt(cluster):

@@ -169,10 +169,10 @@ class WrongRows(RoutedExpertsRollout):
         return [shifted(record) for record in super().take()]
 
     def find(self, prompt_tokens, completion_tokens):
-        kept, self._records = self._records, self.take()
-        found = super().find(prompt_tokens, completion_tokens)
-        self._records = kept
-        return found
+        retained, self._records = self._records, self.take()
+        actual = super().find(prompt_tokens, completion_tokens)
+        self._records = retained
+        return actual
 
 
 class StaleRows(RoutedExpertsRollout):

@@ -347,9 +347,9 @@ def test_rows_of_float32_meet_weights_of_half_precision(dtype):
     call = random_call(32, (9, 2, 4, 64, 32), valid=np.ones(9, bool))
     wide = dataclasses.replace(call, gate_up=call.gate_up.astype(dtype), down=call.down.astype(dtype))
     narrow = dataclasses.replace(wide, x=wide.x.astype(dtype))
-    kept, rounded = EXPERTS(wide), EXPERTS(narrow)
-    assert kept.dtype == jnp.float32 and rounded.dtype == dtype
-    errors = [np.abs(np.asarray(y, np.float64) - oracle(wide)) for y in (kept, rounded)]
+    retained, rounded = EXPERTS(wide), EXPERTS(narrow)
+    assert retained.dtype == jnp.float32 and rounded.dtype == dtype
+    errors = [np.abs(np.asarray(y, np.float64) - oracle(wide)) for y in (retained, rounded)]
     assert np.max(errors[0]) < BOUNDS[dtype] and np.mean(errors[0]) < np.mean(errors[1])
 
 

@@ -56,14 +56,16 @@ def test_layers_in_pieces_have_the_bits_of_the_stack(dtype):
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_a_run_equals_its_layers_in_plain_code(dtype, renormalize):
-    (pool, outs), (wanted_pool, expected) = (
+    (pool, outs), (expected_pool, expected) = (
         steps(whole, dtype=dtype, renormalize=renormalize) for whole in (True, False)
     )
-    for (hidden, rows), (wanted_hidden, wanted_rows) in zip(outs, expected, strict=True):
-        assert np.mean(rows != wanted_rows) <= (0 if dtype == "float32" else 0.1)  # bfloat16 may decide a tie otherwise
-        np.testing.assert_allclose(hidden.astype(np.float32), wanted_hidden.astype(np.float32), atol=BOUNDS[dtype])
+    for (hidden, rows), (expected_hidden, expected_rows) in zip(outs, expected, strict=True):
+        assert np.mean(rows != expected_rows) <= (
+            0 if dtype == "float32" else 0.1
+        )  # bfloat16 may decide a tie otherwise
+        np.testing.assert_allclose(hidden.astype(np.float32), expected_hidden.astype(np.float32), atol=BOUNDS[dtype])
     for layer in range(3):  # page 0 of a layer takes padding in the one and nothing in the other
-        actual, plain = (x[layer * PAGES + 1 : (layer + 1) * PAGES] for x in (pool, wanted_pool))
+        actual, plain = (x[layer * PAGES + 1 : (layer + 1) * PAGES] for x in (pool, expected_pool))
         np.testing.assert_allclose(actual, plain, atol=BOUNDS[dtype])
 
 
@@ -76,12 +78,12 @@ def test_rows_that_are_given_run_as_in_plain_code(renormalize):
         run_steps(model, *kernels, **replay)
         for kernels in ((NATIVE_KERNELS, NATIVE_ATTENTION), (PLAIN, ATTENTION_BACKENDS["reference"]))
     )
-    for (hidden, rows), (wanted_hidden, wanted_rows) in zip(outs, expected, strict=True):
-        np.testing.assert_array_equal(rows, wanted_rows)
+    for (hidden, rows), (expected_hidden, expected_rows) in zip(outs, expected, strict=True):
+        np.testing.assert_array_equal(rows, expected_rows)
         np.testing.assert_array_equal(
             rows[valid[: len(rows)]], ids[: len(rows)].reshape(len(rows), -1)[valid[: len(rows)]]
         )
-        np.testing.assert_allclose(hidden, wanted_hidden, atol=BOUNDS["float32"])
+        np.testing.assert_allclose(hidden, expected_hidden, atol=BOUNDS["float32"])
     assert not np.array_equal(outs[0][1], steps(True, renormalize=renormalize)[1][0][1])
 
 

@@ -34,8 +34,8 @@ def test_an_ordered_sum_is_the_fold_in_the_order_of_the_devices(count, dtype):
     for part in parts[1:]:
         expected = expected + part
     group = AxisGroup(axis="tensor", count=count, ordered=True)
-    found, text = run(group, "all_reduce", parts)
-    np.testing.assert_array_equal(found, np.asarray(expected))
+    actual, text = run(group, "all_reduce", parts)
+    np.testing.assert_array_equal(actual, np.asarray(expected))
     assert "all_gather" in text and "all_reduce" not in text
     mean, _ = run(group, "all_mean", parts)
     np.testing.assert_array_equal(mean, np.asarray(expected / count))

@@ -269,11 +269,13 @@ def test_quantised_numbers_are_a_fixed_point():
 def test_one_large_number_leaves_the_others_of_its_block_what_the_grid_can_hold():
     numbers = np.full((1, 128, 128), 9e-4, np.float32)
     numbers[0, 5, 7] = 448.0
-    kept = np.asarray(through_grid(jnp.asarray(numbers), (128,)))
-    assert kept[0, 5, 7] == 448.0 and set(np.unique(kept[numbers < 1])) == {0.0}  # below half of the least code, 2^-9
+    retained = np.asarray(through_grid(jnp.asarray(numbers), (128,)))
+    assert retained[0, 5, 7] == 448.0 and set(np.unique(retained[numbers < 1])) == {
+        0.0
+    }  # below half of the least code, 2^-9
     numbers[0, 5, 7] = 4.48
-    kept = np.asarray(through_grid(jnp.asarray(numbers), (128,)))
-    assert np.allclose(kept[numbers < 1], 9e-4, rtol=2**-4)
+    retained = np.asarray(through_grid(jnp.asarray(numbers), (128,)))
+    assert np.allclose(retained[numbers < 1], 9e-4, rtol=2**-4)
 
 
 def test_gradients_pass_the_grid_as_they_are():

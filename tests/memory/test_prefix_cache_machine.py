@@ -189,10 +189,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @rule(namespace=st.sampled_from("ab"), tokens=st.lists(st.integers(0, 1), max_size=12))
     def measure(self, namespace: str, tokens: list[int]) -> None:
         """The length of a match, which touches nothing: `now` stands still."""
-        keys, found = self.keys(namespace, tokens), 0
-        while found < len(keys) and keys[found] in self.cached:
-            found += 1
-        assert self.cache.match_length(array(tokens), namespace) == found * self.page_size
+        keys, actual = self.keys(namespace, tokens), 0
+        while actual < len(keys) and keys[actual] in self.cached:
+            actual += 1
+        assert self.cache.match_length(array(tokens), namespace) == actual * self.page_size
 
     @rule(count=st.integers(0, 6))
     def evict(self, count: int) -> None:

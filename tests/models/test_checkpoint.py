@@ -530,10 +530,10 @@ def test_digests_of_values_are_few_and_name_where_they_differ(tmp_path, count):
     write_shards(tmp_path / "one", tensors, num_shards=1)
     write_shards(tmp_path / "many", tensors, num_shards=3)
     write_shards(tmp_path / "changed", changed, num_shards=3)
-    found = []
+    actual = []
     for name in ("one", "many", "changed"):
         with Checkpoint(tmp_path / name) as checkpoint:
-            found.append(checkpoint.value_digests())
-    assert found[0] == found[1] and len(found[0]) <= MAX_VALUE_DIGESTS
-    (wrong,) = [name for name in found[0] if found[0][name] != found[2][name]]
+            actual.append(checkpoint.value_digests())
+    assert actual[0] == actual[1] and len(actual[0]) <= MAX_VALUE_DIGESTS
+    (wrong,) = [name for name in actual[0] if actual[0][name] != actual[2][name]]
     assert wrong == ("t0002" if count <= MAX_VALUE_DIGESTS else "t0000 to t0015")

@@ -105,8 +105,8 @@ def spans(folder, **options):
 def test_outputs_share_scales_where_each_tensor_has_them_so(tmp_path, form, shared):
     Oracle(sized_case("Qwen3Moe", WIDE), tmp_path / "plain")
     quantize_folder(tmp_path / "plain", tmp_path / "small", tmp_path / "copy", forms()[form])
-    found = spans(tmp_path / "small")
-    assert len(found) == len(ALL) and set(found.values()) == {shared}
+    actual = spans(tmp_path / "small")
+    assert len(actual) == len(ALL) and set(actual.values()) == {shared}
     for parallel, own in ((ParallelConfig(2), ("out", "down", "dense_down", "qkv")), (ParallelConfig(4), ("out",))):
         cut = spans(tmp_path / "small", parallel=parallel)
         assert {cut[name] for name in cut if name.rsplit(".", 1)[-1] in own} == {shared}
@@ -116,8 +116,8 @@ def test_outputs_share_scales_where_each_tensor_has_them_so(tmp_path, form, shar
 
 
 def test_tensors_that_end_inside_a_span_have_a_scale_for_each_output(qwen):
-    found = spans(qwen.quantized)  # of 192, 320 and fewer outputs
-    assert set(found.values()) == {1}
+    actual = spans(qwen.quantized)  # of 192, 320 and fewer outputs
+    assert set(actual.values()) == {1}
 
 
 def test_stacks_that_kernels_do_not_read_are_numbers(qwen, caplog):
@@ -125,8 +125,8 @@ def test_stacks_that_kernels_do_not_read_are_numbers(qwen, caplog):
     config = ModelFolder.open(qwen.quantized).config
     codes = 2 * config.layers[1].feed.width * config.hidden_size * 16  # of gate and up
     with caplog.at_level(logging.WARNING):
-        kept = ModelFolder.open(qwen.quantized).with_codes(support(stack_fits=lambda count: count != codes)).config
-    assert sorted(kept.coded_arrays) == sorted(set(ALL) - {"blocks.1.0.gate_up", "blocks.1.0.down"})
+        retained = ModelFolder.open(qwen.quantized).with_codes(support(stack_fits=lambda count: count != codes)).config
+    assert sorted(retained.coded_arrays) == sorted(set(ALL) - {"blocks.1.0.gate_up", "blocks.1.0.down"})
     assert "['down', 'gate_up'] of layers 1 to 1 are dequantised" in caplog.text
     halved = support(stack_fits=lambda count: count != codes, parallel=ParallelConfig(2, expert_parallel=True))
     assert "blocks.1.0.down" in ModelFolder.open(qwen.quantized).with_codes(halved).config.coded_arrays

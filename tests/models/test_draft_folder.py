@@ -36,8 +36,8 @@ def refusal(folder, *, target=None, **how) -> str:
 
 def with_tensors(case: HeadCase, drop: tuple[str, ...] = (), **tensors) -> HeadCase:
     names = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
-    kept = {name: tensor for name, tensor in case.tensors.items() if name not in drop}
-    return HeadCase(case.config, kept | names)
+    retained = {name: tensor for name, tensor in case.tensors.items() if name not in drop}
+    return HeadCase(case.config, retained | names)
 
 
 def test_a_missing_folder_is_refused(tmp_path):

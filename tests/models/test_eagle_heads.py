@@ -123,7 +123,7 @@ def run_rows(
         valid,
         attend,
         cache,
-        place=0,
+        draft_index=0,
         target_norm=jnp.ones(target.width),
         kernels=kernels,
         tokens=tokens,

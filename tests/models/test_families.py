@@ -205,7 +205,7 @@ def programs(name, monkeypatch):
 @pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_logprobs_and_routed_experts_are_those_of_transformers(tmp_path, name):
-    oracle, tally = Oracle(CASES[name], tmp_path), Tally()
+    oracle, counts = Oracle(CASES[name], tmp_path), Tally()
     capture, rng = bool(oracle.case.layer_ids), np.random.default_rng(len(name))
     prompts = [rng.integers(0, VOCAB_SIZE, length).tolist() for length in PROMPT_LENGTHS]
     kwargs = dict(sampling_params=GREEDY, return_logprob=True)
@@ -214,7 +214,7 @@ def test_tokens_logprobs_and_routed_experts_are_those_of_transformers(tmp_path, 
     with Engine(str(tmp_path), **flags, **ENGINE) as engine:
         results = engine.generate(input_ids=prompts, logprob_start_len=0, **kwargs)
         for prompt, result in zip(prompts, results, strict=True):
-            compare(oracle, prompt, result, tally, prompt_logprobs=True)
+            compare(oracle, prompt, result, counts, prompt_logprobs=True)
         assert results[1]["output_ids"] == oracle.generate(prompts[1], NEW_TOKENS)
         longer = [*prompts[2], *results[2]["output_ids"], 7, 8, 9]  # the previous output, and a new turn
         hit = engine.generate(input_ids=longer, **kwargs)
@@ -222,7 +222,7 @@ def test_tokens_logprobs_and_routed_experts_are_those_of_transformers(tmp_path, 
             assert hit["meta_info"]["cached_tokens"] == 0 and not engine.get_server_info()["prefix_cache"]
         else:
             assert hit["meta_info"]["cached_tokens"] >= len(prompts[2])
-        compare(oracle, longer, hit, tally, prompt_logprobs=False)
+        compare(oracle, longer, hit, counts, prompt_logprobs=False)
         if capture:
             check_scores(engine, prompts[3], replays_weights=name in WEIGHS_OTHERWISE)
         assert engine.check_integrity() == []
@@ -231,11 +231,11 @@ def test_tokens_logprobs_and_routed_experts_are_those_of_transformers(tmp_path, 
     difference = replayed(oracle, model, longer)
     share = flipped(tmp_path, model, longer) if capture else 0.0
     flips = f"; {share:.2%} of routers flip in bfloat16" if capture else ""
-    print(f"{name}: {tally}; replay of the oracle's ids: largest logit difference {difference:.1e}{flips}")
-    assert tally.logprob < 1e-4 and difference < 2e-4 and tally.weight < 2e-5
+    print(f"{name}: {counts}; replay of the oracle's ids: largest logit difference {difference:.1e}{flips}")
+    assert counts.logprob < 1e-4 and difference < 2e-4 and counts.weight < 2e-5
     assert share < 0.15, "bfloat16 rounds: routers near a tie flip, but no more; this is another computation"
-    assert tally.near_tokens <= 0.05 * tally.tokens and tally.near_ids <= 0.1 * tally.ids
-    assert tally.exceptions <= 0.001 * tally.ids
+    assert counts.near_tokens <= 0.05 * counts.tokens and counts.near_ids <= 0.1 * counts.ids
+    assert counts.exceptions <= 0.001 * counts.ids
 
 
 def test_capture_of_a_dense_model_is_refused(tmp_path):

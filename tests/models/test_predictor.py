@@ -74,7 +74,7 @@ class Drafter:
         self.head = self.predictor.lm_head(self.target.lm_head())
         graphdef, self.state = nnx.split(self.predictor)
 
-        def run(state, features, tokens, positions, valid, attend, cache, place):
+        def run(state, features, tokens, positions, valid, attend, cache, draft_index):
             embeddings = embed(opened.config, self.target.embed[...], tokens)
             hidden, recycled, cache = nnx.merge(graphdef, state)(
                 features,
@@ -83,27 +83,27 @@ class Drafter:
                 valid,
                 attend,
                 cache,
-                place=place,
+                draft_index=draft_index,
                 target_norm=self.target.norm[...],
                 kernels=self.kernels,
             )
             return self.head.logits(hidden), recycled, cache
 
-        def whole(state, features, tokens, count, place):
+        def whole(state, features, tokens, count, draft_index):
             positions = jnp.arange(PADDED, dtype=jnp.int32)
-            return run(state, features, tokens, positions, positions < count, causal, None, place)[:2]
+            return run(state, features, tokens, positions, positions < count, causal, None, draft_index)[:2]
 
-        def paged(state, features, tokens, batch, pool, place):
+        def paged(state, features, tokens, batch, pool, draft_index):
             attend = PagedAttend(backend=self.backend, batch=batch, num_pages=PAGES)
-            return run(state, features, tokens, batch.positions, batch.valid, attend, pool, place)
+            return run(state, features, tokens, batch.positions, batch.valid, attend, pool, draft_index)
 
         self._whole, self._paged = jax.jit(whole, static_argnums=4), jax.jit(paged, static_argnums=5)
 
-    def whole(self, features, tokens, place=0):
+    def whole(self, features, tokens, draft_index=0):
         """Scores and features of the next calls of a sequence from position 0 on."""
         count = len(tokens)
         padded = np.pad(features, ((0, PADDED - count), (0, 0))), np.pad(tokens, (0, PADDED - count))
-        scores, recycled = self._whole(self.state, *map(jnp.asarray, padded), count, place)
+        scores, recycled = self._whole(self.state, *map(jnp.asarray, padded), count, draft_index)
         return np.asarray(scores)[:count], np.asarray(recycled)[:count]
 
     def pool(self):
@@ -111,7 +111,7 @@ class Drafter:
         layout = self.predictor.cache
         return jnp.full((layout.num_layers * PAGES, PAGE, layout.rows, layout.head_dim), 3e4, jnp.float32)
 
-    def paged(self, features, tokens, first, pool, place=0):
+    def paged(self, features, tokens, first, pool, draft_index=0):
         """The same of tokens from position `first` on, through the pool."""
         count, padded = len(tokens), 1 if len(tokens) == 1 else CHUNK
         rows = np.arange(padded)
@@ -125,7 +125,7 @@ class Drafter:
             decode=padded == 1,
         )
         inputs = np.pad(features, ((0, padded - count), (0, 0))), np.pad(tokens, (0, padded - count))
-        scores, recycled, pool = self._paged(self.state, *map(jnp.asarray, inputs), batch, pool, place)
+        scores, recycled, pool = self._paged(self.state, *map(jnp.asarray, inputs), batch, pool, draft_index)
         return np.asarray(scores)[:count], np.asarray(recycled)[:count], pool
 
 
@@ -157,7 +157,7 @@ def test_a_sequence_and_its_chains_are_those_of_the_equations(name, write_target
         last, chain = recycled[start], [scores[start]]
         for draft in drafts[:-1]:
             features, tokens = np.concatenate([features, last[None]]), np.append(tokens, draft)
-            longer, further = drafter.whole(features, tokens, place=len(chain))
+            longer, further = drafter.whole(features, tokens, draft_index=len(chain))
             chain.append(longer[-1])
             last = further[-1]
         assert difference(np.stack(chain), expected) < 1e-5
@@ -190,7 +190,7 @@ def test_paged_chunks_and_steps_are_those_of_the_equations(name, kernels, write_
         expected, drafts = oracle.chain(pairs[: start + 1], STEPS)
         last, chain = recycled[start][None], [scores[start]]
         for step, draft in enumerate(drafts[:-1], start=1):
-            of_step, last, pool = drafter.paged(last, np.array([draft]), start + step, pool, place=step)
+            of_step, last, pool = drafter.paged(last, np.array([draft]), start + step, pool, draft_index=step)
             chain.append(of_step[0])
         assert difference(np.stack(chain), expected) < 1e-5
 
@@ -214,15 +214,15 @@ def test_modules_of_their_own_take_their_places(write_target):
     _, normed = oracle.outputs(oracle.pairs(hidden, TOKENS[1:]))
     _, recycled = drafter.whole(hidden, TOKENS[1:])
     expected = oracle.scores(oracle.outputs(oracle.pairs(normed[:-1], TOKENS[2:], module=1), module=1)[1])
-    assert difference(drafter.whole(recycled[:-1], TOKENS[2:], place=1)[0], expected) < 1e-5
-    assert np.abs(drafter.whole(recycled[:-1], TOKENS[2:], place=0)[0] - expected).max() > 0.1
+    assert difference(drafter.whole(recycled[:-1], TOKENS[2:], draft_index=1)[0], expected) < 1e-5
+    assert np.abs(drafter.whole(recycled[:-1], TOKENS[2:], draft_index=0)[0] - expected).max() > 0.1
     inputs = [(hidden[:-1], TOKENS[1:-1]), (recycled[:-1], TOKENS[2:])]
     scores, pool = ([], []), drafter.pool()
     for first in range(0, LENGTH - 1, CHUNK - 1):  # by turns: neither touches the keys of the other
         rows = slice(first, min(first + CHUNK - 1, LENGTH - 1))
-        for place, (features, tokens) in enumerate(inputs):
-            of_chunk, _, pool = drafter.paged(features[rows], tokens[rows], first, pool, place=place)
-            scores[place].extend(of_chunk)
+        for draft_index, (features, tokens) in enumerate(inputs):
+            of_chunk, _, pool = drafter.paged(features[rows], tokens[rows], first, pool, draft_index=draft_index)
+            scores[draft_index].extend(of_chunk)
     assert difference(np.stack(scores[0]), oracle.scores(normed)[:-1]) < 1e-5
     assert difference(np.stack(scores[1]), expected) < 1e-5
 
@@ -435,7 +435,7 @@ def test_two_devices_compute_what_one_does(name, by_expert, write_target):
 
     def program(state, features, embeddings, norm):
         own = nnx.merge(graphdef, state)
-        options = dict(place=0, target_norm=norm, kernels=kernels)
+        options = dict(draft_index=0, target_norm=norm, kernels=kernels)
         return own(features, embeddings, rows, rows >= 0, causal, None, **options)[0]
 
     specs = nnx.from_flat_state(

@@ -179,23 +179,23 @@ def random_prompts(model, lengths, seed=0):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_logprobs_and_routed_experts_are_those_of_transformers(tmp_path, name):
     model = write_hf_qwen3_moe(tmp_path, seed=len(name), **CONFIGS[name])
-    prompts, tally = random_prompts(model, PROMPT_LENGTHS), Tally()
+    prompts, counts = random_prompts(model, PROMPT_LENGTHS), Tally()
     kwargs = dict(sampling_params=GREEDY, return_logprob=True, return_routed_experts=True)
     with build(tmp_path) as engine:
         results = engine.generate(input_ids=prompts, logprob_start_len=0, **kwargs)
         for prompt, result in zip(prompts, results, strict=True):
             assert len(result["output_ids"]) == NEW_TOKENS
-            compare(model, prompt, result, tally)
+            compare(model, prompt, result, counts)
         assert results[1]["output_ids"] == generate(model, prompts[1])
         longer = [*prompts[2], *results[2]["output_ids"], 7, 8, 9]  # the previous output, and a new turn
         hit = engine.generate(input_ids=longer, **kwargs)
         assert hit["meta_info"]["cached_tokens"] >= len(prompts[2])
-        compare(model, longer, hit, tally, prompt_logprobs=False)
+        compare(model, longer, hit, counts, prompt_logprobs=False)
         assert engine.check_integrity() == []
-    print(f"{name}: {tally}")
-    assert tally.logprob < 1e-4
-    assert tally.near_tokens <= 0.02 * tally.tokens and tally.near_ids <= 0.1 * tally.ids
-    assert tally.exceptions <= 0.01 * tally.ids
+    print(f"{name}: {counts}")
+    assert counts.logprob < 1e-4
+    assert counts.near_tokens <= 0.02 * counts.tokens and counts.near_ids <= 0.1 * counts.ids
+    assert counts.exceptions <= 0.01 * counts.ids
     assert len({tuple(result["output_ids"]) for result in results}) > 1, "a constant answer proves nothing"
 
 

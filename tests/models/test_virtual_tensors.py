@@ -299,7 +299,7 @@ EXPECTED = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_faulty_mxfp4_checkpoint_is_refused_by_name(gpt_oss, tmp_path, fault, quantization):
     """By the headers: no weight is read."""
-    name, change, found, expected = FAULTS[fault]
+    name, change, actual, expected = FAULTS[fault]
     tensors, config = read_tensors(gpt_oss.quantized), json.loads((gpt_oss.quantized / "config.json").read_text())
     stored = tensors.pop(name, None)
     if change is not None:
@@ -308,8 +308,8 @@ def test_a_faulty_mxfp4_checkpoint_is_refused_by_name(gpt_oss, tmp_path, fault, 
     with pytest.raises(CheckpointError) as caught:
         inspect_model(ServerArgs(model_path=str(folder), quantization=quantization))
     message = str(caught.value)
-    found = found if found.startswith(DOWN) else f"{name} {found}"
-    assert message == f"{folder}: {found}; {EXPECTED[expected]}"
+    actual = actual if actual.startswith(DOWN) else f"{name} {actual}"
+    assert message == f"{folder}: {actual}; {EXPECTED[expected]}"
 
 
 @pytest.mark.parametrize(

@@ -212,9 +212,9 @@ class TorchHead:
             query, mixed = self._rotate(query, first + index), []
             for head in range(HEADS):
                 group = head // (HEADS // KV_HEADS)
-                scores = torch.stack([query[head] @ kept[group] for kept in keys]) / math.sqrt(HEAD_DIM)
+                scores = torch.stack([query[head] @ retained[group] for retained in keys]) / math.sqrt(HEAD_DIM)
                 weights = torch.softmax(scores, 0)
-                mixed.append(sum(weight * kept[group] for weight, kept in zip(weights, values, strict=True)))
+                mixed.append(sum(weight * retained[group] for weight, retained in zip(weights, values, strict=True)))
             rows.append(torch.cat(mixed))
         return self._project(torch.stack(rows), f"{at}o_proj")
 

@@ -331,17 +331,17 @@ def test_drafts_are_counted_under_our_names_and_the_other_servers(tmp_path):
         for compat, name in (("vllm", "vllm:spec_decode_num_drafts_total"), ("sglang", "sglang:spec_accept_length")):
             with running(engine, metrics_compat=compat) as server:
                 meta = server.post("/generate", body).json()["meta_info"]
-                found, text = metrics(server), server.client.get("/metrics").text
+                actual, text = metrics(server), server.client.get("/metrics").text
                 info = server.client.get("/get_server_info").json()
                 assert name in text
         totals = engine.stats().speculative
-    assert found["spec_decode_num_drafts_total"] == totals.requests.verify_steps == 2 * meta["spec_verify_ct"] > 0
-    assert found["spec_decode_num_draft_tokens_total"] == totals.requests.proposed
-    assert found["spec_decode_num_accepted_tokens_total"] == totals.requests.accepted
+    assert actual["spec_decode_num_drafts_total"] == totals.requests.verify_steps == 2 * meta["spec_verify_ct"] > 0
+    assert actual["spec_decode_num_draft_tokens_total"] == totals.requests.proposed
+    assert actual["spec_decode_num_accepted_tokens_total"] == totals.requests.accepted
     by_index = 'spec_decode_num_accepted_tokens_per_pos_total{position="'
-    assert sum(value for key, value in found.items() if key.startswith(by_index)) == totals.requests.accepted
-    assert found["spec_decode_verify_steps_total"] == totals.steps
-    assert found["spec_accept_length"] == totals.requests.accept_length >= 1.0
+    assert sum(value for key, value in actual.items() if key.startswith(by_index)) == totals.requests.accepted
+    assert actual["spec_decode_verify_steps_total"] == totals.steps
+    assert actual["spec_accept_length"] == totals.requests.accept_length >= 1.0
     assert info["internal_states"][0]["avg_spec_accept_length"] == totals.requests.accept_length
 
 

@@ -244,8 +244,8 @@ def test_usage_in_a_stream_is_as_asked(engine, server):
     assert not any(chunks) and last["completion_tokens"] == 3
     with running(engine, enable_force_include_usage=True) as other:
         for options in ({}, {"include_usage": False}, {"include_usage": True}):
-            found = usages(other, **options)
-            assert all(found) and found[-1]["completion_tokens"] == 3, options
+            actual = usages(other, **options)
+            assert all(actual) and actual[-1]["completion_tokens"] == 3, options
         assert "usage" in other.post("/v1/completions", body).json()
 
 

@@ -264,14 +264,14 @@ def test_the_other_servers_names_have_our_values(engine, compat, expected):
         assert server.post("/generate", BODY).status_code == 200
         lines = server.client.get("/metrics").text.splitlines()
         totals = engine.stats().speculative
-    found = dict(line.rsplit(" ", 1) for line in lines if line.startswith(("vllm:spec", "sglang:spec")))
+    actual = dict(line.rsplit(" ", 1) for line in lines if line.startswith(("vllm:spec", "sglang:spec")))
     for name, field in expected.items():
-        assert float(found.pop(name)) == getattr(totals.requests, field), name
+        assert float(actual.pop(name)) == getattr(totals.requests, field), name
     by_index = {
         f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}}': n
         for i, n in totals.accepted_at.items()
     }
-    assert {name: float(value) for name, value in found.items() if not name.split("{")[0].endswith("_created")} == (
+    assert {name: float(value) for name, value in actual.items() if not name.split("{")[0].endswith("_created")} == (
         by_index if compat == "vllm" else {}
     )
 

@@ -144,7 +144,7 @@ def test_packed_rows_are_the_same_on_every_route(server, path, mode):
     streamed = mode != "at once" and path != "/v1/score"
     body |= {"routed_experts_stream": True} if mode == "rows streamed" and streamed else {}
     output = stream(server, path, body) if streamed else server.post(path, body).json()
-    found, start = [], 0
+    actual, start = [], 0
     for holder in holders(path, output, streamed=streamed):
         rows = holder.get("routed_experts") or holder["meta_info"]["routed_experts"]
         assert list(rows) == ["data", "shape", "start", "dtype"], "renderers cuts data out by its first key"
@@ -152,12 +152,12 @@ def test_packed_rows_are_the_same_on_every_route(server, path, mode):
         array = packed.decode(rows)
         assert list(array.shape) == rows["shape"] and not array[:, 0].any()
         start += len(array)
-        found.append(extract_routed_experts_from_meta_info(holder))
+        actual.append(extract_routed_experts_from_meta_info(holder))
     (whole,) = (
         expected["data"] if path == "/v1/score" else [expected if path == "/generate" else expected["choices"][0]]
     )
-    assert np.array_equal(np.concatenate(found), extract_routed_experts_from_meta_info(whole))
-    assert len(found) > 1 or mode != "rows streamed" or path == "/v1/score"
+    assert np.array_equal(np.concatenate(actual), extract_routed_experts_from_meta_info(whole))
+    assert len(actual) > 1 or mode != "rows streamed" or path == "/v1/score"
 
 
 def test_the_bytes_of_packed_rows_are_as_renderers_cuts_them(server):

@@ -198,8 +198,8 @@ class Engine:
                     survivals = [self.draft.survival] * self.num_requests
                 chosen = self.policy.choose(survivals, self.num_requests)
             accepted = [int((self.rng.random(k) < alpha).cumprod().sum()) for k in chosen]
-            for key, (proposed, kept) in enumerate(zip(chosen, accepted, strict=True)):
-                self.estimates.observe(key, proposed, kept)
+            for key, (proposed, retained) in enumerate(zip(chosen, accepted, strict=True)):
+                self.estimates.observe(key, proposed, retained)
             num_drafts, num_emitted = sum(chosen), self.num_requests + sum(accepted)
             num_tokens = self.num_requests + num_drafts
             ran = float(np.interp(num_tokens, TOKENS, SECONDS))

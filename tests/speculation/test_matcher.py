@@ -70,12 +70,12 @@ def test_a_match_that_is_carried_on_is_the_one_that_brute_force_finds(alphabet, 
         if length < rule.min_window:
             length, behind = 0, []
         longest = matcher.longest_possible
-        found = matcher.match()
-        assert found.length == length <= longest
-        assert matcher.match() == found
-        rows = index.continuations(found.positions, 1)
+        actual = matcher.match()
+        assert actual.length == length <= longest
+        assert matcher.match() == actual
+        rows = index.continuations(actual.positions, 1)
         assert [row[0] for row in rows] == [rest[0] for rest in behind[-most:]]
-        assert len(behind) == len(rows) or not found.is_complete
+        assert len(behind) == len(rows) or not actual.is_complete
         added = int(rng.choice([1, 1, 1, 2, 5, 20]))
         sequence.extend(ids(tokens[size : size + added]))
         size = min(size + added, len(tokens))
@@ -91,9 +91,9 @@ def test_a_match_in_the_own_text_is_carried_on_over_its_sorted_and_its_unsorted_
     matcher = Matcher(sequence, sequence, most=16)
     for size in range(300, 500):
         length, behind = copying.longest_match(tokens[:size], copying.own_places(tokens[:size]), rule.max_window)
-        found = matcher.match()
-        assert found.length == length
-        rows = sequence.continuations(found.positions, 8) if length else []
+        actual = matcher.match()
+        assert actual.length == length
+        rows = sequence.continuations(actual.positions, 8) if length else []
         assert rows == [rest[:8] for rest in behind[-16:]]
         sequence.extend(ids(tokens[size : size + 1]))
 

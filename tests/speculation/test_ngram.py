@@ -204,8 +204,8 @@ def test_a_sequence_that_is_too_long_is_refused_and_stays_as_it_was():
     index = ContextIndex(np.zeros(15, np.int32), contexts)
     with pytest.raises(ValueError, match="16 tokens is too long"):
         index.extend(np.zeros(1, np.int32))
-    found = index.search(index.query(), 1)
-    assert (index.size, found.length, found.positions) == (15, 2, [13])
+    actual = index.search(index.query(), 1)
+    assert (index.size, actual.length, actual.positions) == (15, 2, [13])
 
 
 @pytest.mark.parametrize("windows", [(0, 3), (4, 3), (1, 65)])

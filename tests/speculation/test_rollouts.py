@@ -229,8 +229,8 @@ def test_a_prompt_that_fills_the_store_loses_its_oldest_answers(limit):
         store.add(ids(PROMPT), ids([seed] * 8000), DraftSample(noise=(seed, 0)), window=12)
         entry = store.find(ids(PROMPT), None)
         most = ((1 << 20) - OVERHEAD - 4 * 12) // (4 * 8000 + OVERHEAD) if limit == "bytes" else 10
-        kept = [rollout.noise[0] for rollout in entry.rollouts]
-        assert kept == list(range(seed, max(seed - most, -1), -1)), "the newest ones"
+        retained = [rollout.noise[0] for rollout in entry.rollouts]
+        assert retained == list(range(seed, max(seed - most, -1), -1)), "the newest ones"
         assert store.nbytes == sum(other.nbytes for other in store._prompts.values()) <= bounds["max_bytes"]
         assert store._num_rollouts == sum(len(other.rollouts) for other in store._prompts.values())
     assert store.find(ids([5]), None) is None

@@ -118,12 +118,12 @@ def test_an_index_of_texts_finds_what_brute_force_finds(seed):
             continue
         for near in range(rule.max_window + 3):
             assert index.find(query, near) == match
-        found = index.search(query, 16)
-        assert (found.length, found.positions[-1] + 1) == match[:2]
-        assert found.is_complete == (len(behind) <= 16)
-        rows = [_until_negative(row) for row in index.continuations(found.positions, 6)]
+        actual = index.search(query, 16)
+        assert (actual.length, actual.positions[-1] + 1) == match[:2]
+        assert actual.is_complete == (len(behind) <= 16)
+        rows = [_until_negative(row) for row in index.continuations(actual.positions, 6)]
         assert rows == [rest[:6] for rest in behind[-16:]]
-        number, place = index.locate(found.positions[-1])
+        number, place = index.locate(actual.positions[-1])
         assert texts[number][1][place:] == behind[-1]
 
 

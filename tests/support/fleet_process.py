@@ -129,8 +129,8 @@ def wait_until(condition, seconds=60, pause=0.1):
     deadline, clock = time.monotonic() + seconds, threading.Event()
     while True:
         with contextlib.suppress(httpx.HTTPError, ValueError):
-            if found := condition():
-                return found
+            if actual := condition():
+                return actual
         assert time.monotonic() < deadline, "it did not come to that"
         clock.wait(pause)
 

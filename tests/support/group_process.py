@@ -392,8 +392,8 @@ def info(engine):
 
 
 def stats(engine):
-    found = engine.stats()
-    return {"preemptions": found.preemptions, "steps": found.num_steps}
+    actual = engine.stats()
+    return {"preemptions": actual.preemptions, "steps": actual.num_steps}
 
 
 def integrity(engine):

@@ -25,7 +25,7 @@ from routed_experts.layers.logprobs import bitcast_int32, token_logprobs
 from routed_experts.layers.sampling import SamplingBatch, penalize, sample
 
 CHAIN_MODES = (SamplingMode.GREEDY, SamplingMode.RANDOM, SamplingMode.FULL)  # a chain in FULL serves FILTERED, too
-# (place of the draft in its chain, drafted tokens [B], where they are fed, carry) -> (scores of the next token [B V],
+# (index of the draft in its chain, drafted tokens [B], where they are fed, carry) -> (scores of the next token [B V],
 # carry)
 Advance = Callable[[int, Int[Array, " B"], PagedBatch, Any], tuple[Float[Array, "B V"], Any]]
 
@@ -172,16 +172,16 @@ class DraftChain:
         drafts, None: all. Returns the carry, and drafts with the bits of their probabilities. Drafts end with -1 at
         the first that has NaN among its scores, or that follows one which cannot be fed."""
         step, drafts, logprobs = self.step, list[Array](), list[Array]()
-        for place in range(self.num_drafts):
+        for draft_index in range(self.num_drafts):
             sampling = dataclasses.replace(step.sampling, position=position)
             chosen, logprob = self._choose(logits, sampling)
             drafts.append(chosen if usable is None else jnp.where(usable, chosen, -1))
             logprobs.append(logprob)
-            if place == self.num_drafts - 1:
+            if draft_index == self.num_drafts - 1:
                 break
             single = self.single_tokens(position - self.lag)
             usable = self.can_feed(single) if usable is None else usable & self.can_feed(single)
-            logits, carry = advance(place, jnp.maximum(chosen, 0), single, carry)
+            logits, carry = advance(draft_index, jnp.maximum(chosen, 0), single, carry)
             position = position + 1
         columns = [jnp.stack(drafts, axis=1), bitcast_int32(jnp.exp(jnp.stack(logprobs, axis=1)))]
         return carry, jnp.concatenate(columns, axis=1)

@@ -51,7 +51,7 @@ def run_draft_model(
     successors = jnp.where(is_last, step.after[rows], jnp.roll(tokens, -1))
 
     def run(
-        features: Float[Array, "n F"], successors: Int[Array, " n"], paged: PagedBatch, pool: Any, place: int
+        features: Float[Array, "n F"], successors: Int[Array, " n"], paged: PagedBatch, pool: Any, draft_index: int
     ) -> tuple[Float[Array, "n D"], Float[Array, "n F"], Any]:
         embedded = embed(target.config, target.embed[...], successors, kernels.group, kernels.stream_dtype)
         attend = PagedAttend(backend=spec.attention, batch=paged, num_pages=spec.num_pages)
@@ -62,7 +62,7 @@ def run_draft_model(
             paged.valid,
             attend,
             pool,
-            place=place,
+            draft_index=draft_index,
             target_norm=target.norm[...],
             kernels=kernels,
             tokens=successors,
@@ -74,9 +74,9 @@ def run_draft_model(
         return pool, None
     head = model.lm_head(target.lm_head())
 
-    def advance(place: int, drafted: Int[Array, " B"], single: PagedBatch, carry: Any) -> tuple[Array, Any]:
+    def advance(draft_index: int, drafted: Int[Array, " B"], single: PagedBatch, carry: Any) -> tuple[Array, Any]:
         recycled, pool = carry
-        output, recycled, pool = run(recycled, drafted, single, pool, place + 1)
+        output, recycled, pool = run(recycled, drafted, single, pool, draft_index + 1)
         return head.logits(output, kernels.lm_head), (recycled, pool)
 
     chain = DraftChain(

@@ -50,8 +50,8 @@ def run_standalone(
         hidden, pool, _ = model(known, paged.positions, paged.valid, attend, pool, None, kernels=spec.kernels)
         return hidden, pool
 
-    def advance(place: int, drafted: Int[Array, " B"], single: PagedBatch, pool: Any) -> tuple[Array, Any]:
-        del place
+    def advance(draft_index: int, drafted: Int[Array, " B"], single: PagedBatch, pool: Any) -> tuple[Array, Any]:
+        del draft_index
         hidden, pool = run(drafted, single, pool)
         return model.logits(hidden, product=spec.kernels.lm_head)[:, : spec.vocab_size], pool
 

@@ -1,9 +1,9 @@
 """AcceptanceEstimates: the probability that drafts are accepted, learned from those that were.
 
 A drafter claims a probability for each draft, given that the drafts before it are accepted. Two ratios of accepted over
-expected drafts correct the claim: one of all requests, by the size of the claim; one of the request, by place:
+expected drafts correct the claim: one of all requests, by the size of the claim; one of the request, by index:
 
-    estimate = claim * shared_ratio[claim] * own_ratio[place],  each at most 1
+    estimate = claim * shared_ratio[claim] * own_ratio[index],  each at most 1
 
 Both ratios begin at 1, so that a new request begins with the drafter's claim, as the other requests have corrected it.
 Sums are exponential: an observation counts half as much after a half-life. Dims: k drafts."""
@@ -29,7 +29,7 @@ _DECAY, _IDLE_DECAY, _SHARED_DECAY = (0.5 ** (1 / steps) for steps in (HALF_LIFE
 
 
 class _RequestEstimates:
-    """Accepted and expected drafts of one request by place, and the claims of its last draft."""
+    """Accepted and expected drafts of one request by index in its draft, and the claims of its last draft."""
 
     def __init__(self) -> None:
         self.claims: list[Claim] = []
@@ -47,20 +47,20 @@ class _RequestEstimates:
         self._expected += missing
 
     @property
-    def num_places(self) -> int:
-        """The longest draft so far."""
+    def longest_draft(self) -> int:
+        """Tokens of the longest draft so far."""
         return len(self._accepted)
 
-    def ratio(self, place: int) -> float:
-        """Accepted over expected drafts at this place."""
-        return (self._accepted[place] + OWN_PRIOR) / (self._expected[place] + OWN_PRIOR)
+    def ratio(self, index: int) -> float:
+        """Accepted over expected drafts at this index."""
+        return (self._accepted[index] + OWN_PRIOR) / (self._expected[index] + OWN_PRIOR)
 
     def observe(self, num_reached: int, num_accepted: int) -> list[Claim]:
         """Count the first drafts of the last draft; return their claims."""
         reached, self.claims = self.claims[:num_reached], []
-        for place, (_, _, expected) in enumerate(reached):
-            self._accepted[place] = self._accepted[place] * _DECAY + (place < num_accepted)
-            self._expected[place] = self._expected[place] * _DECAY + expected
+        for index, (_, _, expected) in enumerate(reached):
+            self._accepted[index] = self._accepted[index] * _DECAY + (index < num_accepted)
+            self._expected[index] = self._expected[index] * _DECAY + expected
         return reached
 
 
@@ -84,7 +84,7 @@ class AcceptanceEstimates:
         """Estimate as `survival` does, of a draft like this one that is not known yet; `observe` does not refer to
         it."""
         request = self._requests.get(key)
-        if request is None or request.num_places < draft.survival.size:
+        if request is None or request.longest_draft < draft.survival.size:
             return draft.survival
         return self._estimate(request, draft)[1]
 
@@ -93,7 +93,7 @@ class AcceptanceEstimates:
         claims, estimates = list[Claim](), list[float]()
         survival = before = 1.0
         all_accepted, all_expected = self._accepted, self._expected
-        for place, claimed in enumerate(draft.survival.tolist()):
+        for index, claimed in enumerate(draft.survival.tolist()):
             claim = claimed / before if before > 0 else 0.0
             claim = min(claim, 1.0) if claim > 0 else 0.0  # not a number: 0
             before = claimed
@@ -101,7 +101,7 @@ class AcceptanceEstimates:
             shared = (all_accepted[size] + SHARED_PRIOR) / (all_expected[size] + SHARED_PRIOR)
             expected = min(claim * shared, 1.0)
             claims.append((size, claim, expected))
-            survival *= min(expected * request.ratio(place), 1.0)
+            survival *= min(expected * request.ratio(index), 1.0)
             estimates.append(survival)
         return claims, np.array(estimates, np.float64)
 
@@ -112,8 +112,8 @@ class AcceptanceEstimates:
         if request is None or proposed < 1:
             return
         reached = request.observe(min(accepted + 1, proposed), accepted)  # behind the first rejected one: unknown
-        for place, (size, claim, _) in enumerate(reached):
-            self._accepted[size] = self._accepted[size] * _SHARED_DECAY + (place < accepted)
+        for index, (size, claim, _) in enumerate(reached):
+            self._accepted[size] = self._accepted[size] * _SHARED_DECAY + (index < accepted)
             self._expected[size] = self._expected[size] * _SHARED_DECAY + claim
 
     def forget(self, key: Hashable) -> None:

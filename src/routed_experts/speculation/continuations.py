@@ -18,14 +18,15 @@ MOST_OCCURRENCES = 16  # of a context, the latest: so many continuations are cou
 
 
 def prior_survival(max_window: int, most: int) -> Float64[np.ndarray, "W k"]:
-    """Return the survival of drafts by match length (row) and place (column), before anything was observed; read-only.
+    """Return the survival of drafts by match length (row) and index in the draft (column), before anything was
+    observed; read-only.
 
     A draft after n matching tokens is accepted with probability (n + 1) / (n + 3), and an accepted one makes the match
     longer by one, so that drafts 0..j survive with (n + 1)(n + 2) / ((n + j + 2)(n + j + 3)):
 
         n = 1:   0.50 0.30 0.20 0.14        n = 4:  0.71 0.54 0.42 0.33        n = 12:  0.87 0.76 0.67 0.59"""
-    length, place = np.arange(max_window + 1)[:, None], np.arange(most)
-    survival = (length + 1) * (length + 2) / ((length + place + 2) * (length + place + 3))
+    length, index = np.arange(max_window + 1)[:, None], np.arange(most)
+    survival = (length + 1) * (length + 2) / ((length + index + 2) * (length + index + 3))
     survival.flags.writeable = False
     return survival
 
@@ -92,9 +93,9 @@ def most_frequent(tokens: list[int]) -> tuple[int, int]:
 
 
 def follow_most(rows: list[list[int]], probability: float, min_probability: float) -> tuple[list[int], list[float]]:
-    """Follow the most frequent token among the rows that agree so far. A row is what follows a place; a negative token
-    ends it. All begin with one token, of this probability. Returns tokens and their probabilities: products of relative
-    frequencies, at least `min_probability`."""
+    """Follow the most frequent token among the rows that agree so far. A row is what follows an occurrence; a negative
+    token ends it. All begin with one token, of this probability. Returns tokens and their probabilities: products of
+    relative frequencies, at least `min_probability`."""
     tokens, probabilities = list[int](), list[float]()
     for column in range(len(rows[0])):
         if rows.count(rows[-1]) == len(rows):  # nothing is left to choose
@@ -154,4 +155,4 @@ def frequent_continuation(
 
 def _until_end(row: list[int]) -> list[int]:
     """Return the tokens before the first negative one."""
-    return row if min(row, default=0) >= 0 else row[: next(place for place, token in enumerate(row) if token < 0)]
+    return row if min(row, default=0) >= 0 else row[: next(index for index, token in enumerate(row) if token < 0)]

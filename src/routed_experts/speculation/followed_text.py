@@ -10,22 +10,22 @@ from routed_experts.speculation.drafter import DraftSource
 
 
 class FollowedText:
-    """`place`: where in the text the sequence's next token is expected; `run`: how many tokens before it were as
+    """`offset`: where in the text the sequence's next token is expected; `run`: how many tokens before it were as
     expected, and to begin with an estimate of that. After a wrong token the text is followed at the same distance."""
 
-    def __init__(self, text: Int32[np.ndarray, " T"], source: DraftSource, *, place: int = 0, run: int) -> None:
+    def __init__(self, text: Int32[np.ndarray, " T"], source: DraftSource, *, offset: int = 0, run: int) -> None:
         self.text, self.source = text, source
-        self.place, self.run = place, run
+        self.offset, self.run = offset, run
 
     def advance(self, tokens: list[int]) -> None:
         """Compare the tokens that were appended."""
         if len(tokens) == 1:
-            is_expected = self.place < self.text.size and self.text.item(self.place) == tokens[0]
+            is_expected = self.offset < self.text.size and self.text.item(self.offset) == tokens[0]
             self.run = self.run + 1 if is_expected else 0
-            self.place += 1
+            self.offset += 1
             return
-        expected = self.text[self.place : self.place + len(tokens)].tolist()
-        self.place += len(tokens)
+        expected = self.text[self.offset : self.offset + len(tokens)].tolist()
+        self.offset += len(tokens)
         if expected == tokens:
             self.run += len(tokens)
         elif len(expected) < len(tokens):
@@ -36,4 +36,4 @@ class FollowedText:
 
     def continuation(self, most: int) -> Continuation:
         """The next tokens of the text, at most `most`."""
-        return latest_continuation(self.text[self.place : self.place + most].tolist(), self.run, self.source)
+        return latest_continuation(self.text[self.offset : self.offset + most].tolist(), self.run, self.source)

@@ -106,9 +106,9 @@ class _Sequence:
         """The text with the longest run that goes on."""
         best, rejoined = None, self.rejoined
         for followed in self.aligned:
-            if followed.place < followed.text.size and (best is None or followed.run > best.run):
+            if followed.offset < followed.text.size and (best is None or followed.run > best.run):
                 best = followed
-        if rejoined is not None and rejoined.place < rejoined.text.size and (best is None or rejoined.run > best.run):
+        if rejoined is not None and rejoined.offset < rejoined.text.size and (best is None or rejoined.run > best.run):
             return rejoined
         return best
 
@@ -140,12 +140,12 @@ class _Sequence:
         """Follow a text from a position that matches `length` tokens, unless that which is followed has done better."""
         if self.rejoined is not None and length < self.rejoined.run:
             return
-        number, place = index.locate(position)
+        number, offset = index.locate(position)
         text = self.info.prediction
         if source is DraftSource.ROLLOUT and self.rollouts is not None:
             text = self.rollouts.text(number)
         assert text is not None, source
-        self.rejoined = FollowedText(text, source, place=place, run=length)
+        self.rejoined = FollowedText(text, source, offset=offset, run=length)
 
     def drop_rollouts(self) -> None:
         """Follow and search no answers of others."""
@@ -374,8 +374,8 @@ def context_hash(rule: CopyRule, *, position_bits: int = 24) -> ContextHash:
     return ContextHash(min_window=rule.min_window, max_window=rule.max_window, position_bits=position_bits)
 
 
-def _better(one: Continuation, other: Continuation) -> Continuation:
+def _better(first: Continuation, second: Continuation) -> Continuation:
     """The one with more expected accepted tokens; the first of equals."""
-    if not other.tokens or (one.tokens and one.expected >= other.expected):
-        return one
-    return other
+    if not second.tokens or (first.tokens and first.expected >= second.expected):
+        return first
+    return second

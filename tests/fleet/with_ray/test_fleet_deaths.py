@@ -144,9 +144,9 @@ def test_the_death_of_a_replica_costs_its_requests_alone_and_nothing_cut_looks_w
     """20 streams, an openai client among them."""
     assert update(admin, "w2").status_code == 200
     version, before = version_of(admin), deaths(admin)
-    kept = {}
+    retained = {}
     with fleet.client() as client:
-        while len(kept) < 2:
+        while len(retained) < 2:
             answer = client.post(
                 "/generate",
                 json={
@@ -156,7 +156,7 @@ def test_the_death_of_a_replica_costs_its_requests_alone_and_nothing_cut_looks_w
                     "routed_experts_format": "ref",
                 },
             ).json()["meta_info"]
-            kept[MADE_ID.fullmatch(answer["id"])[1]] = answer["routed_experts_ref"]
+            retained[MADE_ID.fullmatch(answer["id"])[1]] = answer["routed_experts_ref"]
     outcomes, started, go = [], threading.Barrier(21), threading.Event()
 
     def stream(number):
@@ -205,11 +205,11 @@ def test_the_death_of_a_replica_costs_its_requests_alone_and_nothing_cut_looks_w
     assert {replica["update_count"] for replica in body["replicas"]} == {version}, "the new one has the weights"
     assert {replica["weight_version"] for replica in body["replicas"]} == {body["weight_version"]}, "and their label"
     assert deaths(admin) == before + 1
-    gone = (kept.keys() - tags).pop()
+    gone = (retained.keys() - tags).pop()
     with fleet.client() as client:
         for _ in range(4):
-            assert parse_error(client.get(kept[gone]), 404)["code"] == "routing_gone"
-            assert client.get(kept[(kept.keys() & tags).pop()]).status_code == 200
+            assert parse_error(client.get(retained[gone]), 404)["code"] == "routing_gone"
+            assert client.get(retained[(retained.keys() & tags).pop()]).status_code == 200
 
 
 def test_a_replica_that_dies_in_an_update_is_out_and_comes_back_with_the_new_weights(fleet, admin):

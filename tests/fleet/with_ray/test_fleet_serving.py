@@ -66,7 +66,7 @@ def test_samples_without_a_seed_differ_between_replicas(client):
         return len(samples) == 2 and min(map(len, samples.values())) >= 6
 
     wait_until(ask, pause=0.0)
-    drawn = [sample for found in samples.values() for sample in found]
+    drawn = [sample for actual in samples.values() for sample in actual]
     assert len(set(drawn)) == len(drawn)
 
 
@@ -92,8 +92,8 @@ def test_rows_are_fetched_from_whichever_replica_keeps_them(client):
             return response.status_code, response.content, response.headers["etag"]
 
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            found = set(pool.map(fetch, range(25)))
-        ((status, body, etag),) = found
+            actual = set(pool.map(fetch, range(25)))
+        ((status, body, etag),) = actual
         assert status == 200 and etag and digest
         parts = [client.get(url, headers={"range": f"bytes={low}-{low + 39}"}) for low in range(0, len(body), 40)]
         assert {part.status_code for part in parts} == {206} and b"".join(part.content for part in parts) == body

@@ -35,8 +35,8 @@ GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def cluster():
-    with tempfile.TemporaryDirectory(prefix="ray-") as folder, ray_cluster(folder, num_cpus=4) as found:
-        yield found
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder, ray_cluster(folder, num_cpus=4) as actual:
+        yield actual
 
 
 def run_command(folder, *flags):

@@ -41,12 +41,12 @@ def on_gpu_kernels(*, capture: bool):
 
 def test_a_step_equals_plain_code():
     pool, outs = on_gpu_kernels(capture=True)
-    wanted_pool, expected = run_steps(tiny_model(), PLAIN, ATTENTION_BACKENDS["reference"], capture=True)
-    for (hidden, rows), (wanted_hidden, wanted_rows) in zip(outs, expected, strict=True):
-        np.testing.assert_array_equal(rows, wanted_rows)
-        np.testing.assert_allclose(hidden, wanted_hidden, rtol=2e-4, atol=2e-5)
+    expected_pool, expected = run_steps(tiny_model(), PLAIN, ATTENTION_BACKENDS["reference"], capture=True)
+    for (hidden, rows), (expected_hidden, expected_rows) in zip(outs, expected, strict=True):
+        np.testing.assert_array_equal(rows, expected_rows)
+        np.testing.assert_allclose(hidden, expected_hidden, rtol=2e-4, atol=2e-5)
     for layer in range(3):  # page 0 of a layer takes padding in the one and nothing in the other
-        actual, plain_pages = (x[layer * PAGES + 1 : (layer + 1) * PAGES] for x in (pool, wanted_pool))
+        actual, plain_pages = (x[layer * PAGES + 1 : (layer + 1) * PAGES] for x in (pool, expected_pool))
         np.testing.assert_allclose(actual, plain_pages, rtol=2e-4, atol=2e-5)
 
 
@@ -60,12 +60,12 @@ def test_rows_that_are_given_run_as_in_plain_code():
     (_, outs), (_, expected) = (
         run_steps(tiny_model(), *kernels, capture=True, routed=[(ids, valid)] * 2) for kernels in (gpu, plain)
     )
-    for (hidden, rows), (wanted_hidden, wanted_rows) in zip(outs, expected, strict=True):
-        np.testing.assert_array_equal(rows, wanted_rows)
+    for (hidden, rows), (expected_hidden, expected_rows) in zip(outs, expected, strict=True):
+        np.testing.assert_array_equal(rows, expected_rows)
         np.testing.assert_array_equal(
             rows[valid[: len(rows)]], ids[: len(rows)].reshape(len(rows), -1)[valid[: len(rows)]]
         )
-        np.testing.assert_allclose(hidden, wanted_hidden, rtol=2e-4, atol=2e-5)
+        np.testing.assert_allclose(hidden, expected_hidden, rtol=2e-4, atol=2e-5)
 
 
 def test_no_rows_that_are_valid_are_the_live_step_by_a_bit():

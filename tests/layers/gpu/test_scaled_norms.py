@@ -207,14 +207,14 @@ def test_scaled_rows_are_taken_where_the_tiles_of_a_format_read_them(form):
     weight = random_weight(key, 2, 64, 16, 16) if halves is None else halves
     assert takes_scaled_rows(2, HALF, weight)
     assert not takes_scaled_rows(1, HALF, weight) and not takes_scaled_rows(16, jnp.float32, weight)
-    found = set()
+    actual = set()
     counts = itertools.product((8, 32, 128, 384), (1, 2, 8), (1, 2, 8, 16, 24, 64, 256, 4096))
     for num_experts, top_k, num_rows in counts:
         tiles = choose_tiles(num_rows * top_k, num_experts, 64, 64, kind)
         reads = num_rows > 1 and tiles.sorted_slots and tiles.scaled and tiles.gate_up.rows >= 8
         assert takes_scaled_rows(num_rows, HALF, weight, RoutingSize(num_experts, top_k)) == reads
-        found |= {(reads, tiles.sorted_slots)}
-    assert found == {(False, False), (False, True), (True, True)} - ({(False, True)} if form == "e4m3" else set())
+        actual |= {(reads, tiles.sorted_slots)}
+    assert actual == {(False, False), (False, True), (True, True)} - ({(False, True)} if form == "e4m3" else set())
     assert not takes_scaled_rows(16, HALF, jnp.zeros((2, 64, 16), HALF))
 
 

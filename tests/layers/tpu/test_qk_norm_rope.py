@@ -96,10 +96,10 @@ def test_queries_and_the_pool_are_those_of_the_loop(sizes):
     requests, heads, groups, head_dim, padded = sizes
     *made, total = make(requests, heads=heads, groups=groups, head_dim=head_dim, padded=padded)
     queries, pool = run(*made)
-    wanted_queries, wanted_pool = loop(*made, total)
-    np.testing.assert_allclose(queries[:total], wanted_queries, atol=2e-5)
-    np.testing.assert_allclose(pool, wanted_pool, atol=2e-5)
-    untouched = wanted_pool == np.asarray(made[1], np.float64)
+    expected_queries, expected_pool = loop(*made, total)
+    np.testing.assert_allclose(queries[:total], expected_queries, atol=2e-5)
+    np.testing.assert_allclose(pool, expected_pool, atol=2e-5)
+    untouched = expected_pool == np.asarray(made[1], np.float64)
     assert (
         np.array_equal(np.asarray(pool)[untouched], np.asarray(made[1])[untouched]) and untouched.sum() < untouched.size
     )
@@ -229,11 +229,11 @@ def make_family(name, dtype=jnp.float32):
 def test_what_families_have_is_that_of_the_loop(name):
     made, total, turn = make_family(name)
     queries, pool = run(*made)
-    wanted_queries, wanted_pool = loop_of_traits(*made, total, turn)
+    expected_queries, expected_pool = loop_of_traits(*made, total, turn)
     head_dim = made[0].head_dim
-    np.testing.assert_allclose(queries[:total, :, :head_dim], wanted_queries, atol=3e-5)
+    np.testing.assert_allclose(queries[:total, :, :head_dim], expected_queries, atol=3e-5)
     assert not np.any(queries[:total, :, head_dim:])
-    np.testing.assert_allclose(pool, wanted_pool, atol=3e-5)
+    np.testing.assert_allclose(pool, expected_pool, atol=3e-5)
 
 
 @pytest.mark.parametrize(
@@ -263,8 +263,8 @@ def test_heads_narrower_than_the_pool_take_array_code_where_the_projection_is_no
         dataclasses.replace(projected, head_dim=8),
     )
     queries, written = run(projected, wide, first_page, batch)
-    wanted_queries, wanted_pool = loop(projected, pool, first_page, batch, total)
-    np.testing.assert_allclose(queries[:total, :, :8], wanted_queries, atol=2e-5)
+    expected_queries, expected_pool = loop(projected, pool, first_page, batch, total)
+    np.testing.assert_allclose(queries[:total, :, :8], expected_queries, atol=2e-5)
     assert not np.any(queries[:total, :, 8:])
     own = [int(page) + int(first_page) for page in np.asarray(batch.page_table)[0]]
-    np.testing.assert_allclose(written[jnp.asarray(own), ..., :8], wanted_pool[own], atol=2e-5)
+    np.testing.assert_allclose(written[jnp.asarray(own), ..., :8], expected_pool[own], atol=2e-5)

@@ -136,8 +136,8 @@ def test_reasoning_that_the_prompt_opens_needs_no_marker(server):
 
 def test_reasoning_can_stay_in_the_content_or_be_left_out(server):
     whole = SCRIPTS["<thought>"]
-    kept = chat(server, script="<thought>", separate_reasoning=False)["choices"][0]["message"]
-    assert kept["content"] == whole and "reasoning_content" not in kept
+    retained = chat(server, script="<thought>", separate_reasoning=False)["choices"][0]["message"]
+    assert retained["content"] == whole and "reasoning_content" not in retained
     hidden = chat(server, script="<thought>", include_reasoning=False)["choices"][0]["message"]
     assert hidden["content"] == whole.partition("</think>\n\n")[2] and "reasoning_content" not in hidden
     with_calls = chat(server, script="<thought>", separate_reasoning=False, tools=TOOLS)["choices"][0]["message"]

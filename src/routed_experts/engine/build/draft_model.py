@@ -107,7 +107,7 @@ def find_draft_model(
     if isinstance(config_of_head, Eagle3Config):
         tapped = f" that reads the outputs of layers {', '.join(map(str, config_of_head.tapped_layers))}"
 
-    return _found(f"{expected} head{tapped}", folder.build, folder.load)
+    return _of_target(f"{expected} head{tapped}", folder.build, folder.load)
 
 
 def _find_predictor(speculative: SpeculativeConfig, source: ModelFolder | Decoder, config: FamilyConfig) -> FoundDraft:
@@ -125,10 +125,10 @@ def _find_predictor(speculative: SpeculativeConfig, source: ModelFolder | Decode
     def load(dtype: jnp.dtype) -> Predictor:
         return source.load_predictor(dtype, num_drafts=1)  # of several modules the first drafts all tokens
 
-    return _found("a prediction layer of the model", build, load)
+    return _of_target("a prediction layer of the model", build, load)
 
 
-def _found(
+def _of_target(
     description: str, build: Callable[[jnp.dtype], DraftModel], load: Callable[[jnp.dtype], DraftModel]
 ) -> FoundDraft:
     """A draft model that reads hidden states of the target. `build`: the module with random weights."""

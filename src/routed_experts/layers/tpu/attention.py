@@ -81,7 +81,7 @@ class _Refs:
     top: Any  # [G R 128]: maximum of the scores seen so far
     total: Any  # [G R 128]: normaliser
     mixed: Any  # [G R C]
-    turn: Any  # which of the two blocks is next
+    next_block: Any  # which of the two blocks is next
 
     @property
     def heads_of_group(self) -> int:
@@ -205,7 +205,7 @@ def _kernel(*refs: Any, form: _Form) -> None:
 
     @pl.when((index == 0) & (total > 0))
     def _() -> None:
-        arrays.turn[0] = 0
+        arrays.next_block[0] = 0
         segment = _Segment.starting_at(arrays, jnp.int32(0), form)
         _fetch(arrays, segment, segment.first_block(arrays, form), jnp.int32(0), form)
 
@@ -285,7 +285,7 @@ def _walk(refs: _Refs, segment: _Segment, total: Int[Array, ""], form: _Form, ro
         refs.mixed[group, :size] = jnp.zeros((size, refs.mixed.shape[2]), jnp.float32)
 
     def add_block(block: Int[Array, ""], _: None) -> None:
-        slot = refs.turn[0]
+        slot = refs.next_block[0]
 
         @pl.when(block + 1 < num_blocks)
         def _() -> None:
@@ -309,7 +309,7 @@ def _walk(refs: _Refs, segment: _Segment, total: Int[Array, ""], form: _Form, ro
             _add(
                 refs, group, (queries[group] * form.scale).astype(keys.dtype), keys, jnp.where(is_key, values, 0), mask
             )
-        refs.turn[0] = 1 - slot
+        refs.next_block[0] = 1 - slot
 
     lax.fori_loop(segment.first_block(refs, form), num_blocks, add_block, None)
 

@@ -278,8 +278,8 @@ def _wide_angles(refs: _Refs, form: _Form) -> tuple[Float[Array, "T X"], Float[A
         return refs.cos[...], refs.sin[...]
     angle = lax.broadcasted_iota(jnp.int32, (form.angles, width), 0)
     lane = lax.broadcasted_iota(jnp.int32, (form.angles, width), 1)
-    place = lax.div(lane, 2) if form.traits.interleaved else lax.rem(lane, form.angles)
-    picks = jnp.where((place == angle) & (lane < 2 * form.frequencies), 1.0, 0.0)
+    own_angle = lax.div(lane, 2) if form.traits.interleaved else lax.rem(lane, form.angles)
+    picks = jnp.where((own_angle == angle) & (lane < 2 * form.frequencies), 1.0, 0.0)
     cos, sin = (
         lax.dot_general(part[...], picks, (((1,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)
         for part in (refs.cos, refs.sin)

@@ -123,7 +123,7 @@ def _coded(
     support: CodeSupport,
 ) -> tuple[CodedArray, ...]:
     """The arrays of one layer that stay codes."""
-    quantizes = support.quantizes and (not matrices or any(one.code_format == E4M3 for one in matrices.values()))
+    quantizes = support.quantizes and (not matrices or any(tensor.code_format == E4M3 for tensor in matrices.values()))
     scope = CheckpointScope(target="", row=0, prefix=f"{config.stem}layers.{index}.")
     table = tuple(layer_sources(config, layer, scope))
     plain, stored = _by_array(table), _by_array(fuse_experts(table, names))

@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from routed_experts.models.decoder.family_config import FamilyConfig
 
-_Place = tuple[str, int, int]  # the block and position in its pattern as a path, the repeat, and how many there are
+_Location = tuple[str, int, int]  # the block and position in its pattern as a path, the repeat, and how many there are
 
 
 def is_grouped_alike(left: FamilyConfig, right: FamilyConfig) -> bool:
@@ -26,11 +26,11 @@ def regroup(arrays: Mapping[str, Any], source: FamilyConfig, target: FamilyConfi
     Layers that are neighbours in both stay one slice. Arrays that `source` does not have are left out."""
     if is_grouped_alike(source, target):
         return dict(arrays)
-    places = _places(source)
+    locations = _locations(source)
     regrouped = {name: array for name, array in arrays.items() if not name.startswith("blocks.")}
-    by_layer = sorted(_places(target).items())
-    for path in dict.fromkeys(place[0] for _, place in by_layer):
-        layers = [places[layer] for layer, place in by_layer if place[0] == path]
+    by_layer = sorted(_locations(target).items())
+    for path in dict.fromkeys(location[0] for _, location in by_layer):
+        layers = [locations[layer] for layer, location in by_layer if location[0] == path]
         prefix = f"{layers[0][0]}."
         for name in [name for name in arrays if name.startswith(prefix)]:
             last = name.removeprefix(prefix)
@@ -42,12 +42,12 @@ def regroup(arrays: Mapping[str, Any], source: FamilyConfig, target: FamilyConfi
 def coded_everywhere(source: FamilyConfig, target: FamilyConfig) -> frozenset[str]:
     """The arrays of the blocks of `source` that are codes in `target` in each of their layers, by dotted path."""
     by_path: dict[str, list[frozenset[str]]] = defaultdict(list)
-    for layer, (path, _, _) in _places(source).items():
+    for layer, (path, _, _) in _locations(source).items():
         by_path[path].append(frozenset(array.name for array in target.layers[layer].coded))
     return frozenset(f"{path}.{name}" for path, layers in by_path.items() for name in frozenset.intersection(*layers))
 
 
-def _places(config: FamilyConfig) -> dict[int, _Place]:
+def _locations(config: FamilyConfig) -> dict[int, _Location]:
     """Where each layer is."""
     return {
         run.first + repeat * len(run.pattern) + kind: (f"blocks.{number}.{kind}", repeat, run.repeats)
@@ -57,16 +57,16 @@ def _places(config: FamilyConfig) -> dict[int, _Place]:
     }
 
 
-def _neighbours(places: list[_Place]) -> list[list[_Place]]:
+def _neighbours(locations: list[_Location]) -> list[list[_Location]]:
     """Runs of repeats of one path that follow each other."""
-    numbered = enumerate(places)
+    numbered = enumerate(locations)
     return [
-        [place for _, place in group]
+        [location for _, location in group]
         for _, group in itertools.groupby(numbered, key=lambda item: (item[1][0], item[1][1] - item[0]))
     ]
 
 
-def _rows(arrays: Mapping[str, Any], last: str, run: list[_Place]) -> Array:
+def _rows(arrays: Mapping[str, Any], last: str, run: list[_Location]) -> Array:
     """The rows of some repeats."""
     path, first, repeats = run[0]
     array = arrays[f"{path}.{last}"]

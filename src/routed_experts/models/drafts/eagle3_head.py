@@ -149,12 +149,12 @@ class Eagle3Head(nnx.Module):
         attend: AttentionFn,
         cache: Any,
         *,
-        place: int,
+        draft_index: int,
         target_norm: Float[Array, " T"],
         kernels: Kernels,
         tokens: Int[Array, " N"] | None = None,
     ) -> tuple[Float[Array, "N D"], Float[Array, "N F"], Any]:
-        """Run the layer; the same one at every place, without the target's norm. A head with a table of embeddings of
+        """Run the layer; the same one for every draft, without the target's norm. A head with a table of embeddings of
         its own reads `tokens`, not `embeddings`."""
         config, layer = self.config, self.config.layer
         params = layer.params(self.layer, kernels)

@@ -103,12 +103,12 @@ class EagleHead(nnx.Module):
         attend: AttentionFn,
         cache: Any,
         *,
-        place: int,
+        draft_index: int,
         target_norm: Float[Array, " D"],
         kernels: Kernels,
         tokens: Int[Array, " N"] | None = None,
     ) -> tuple[Float[Array, "N D"], Float[Array, "N D"], Any]:
-        """Run the layers; the same ones at every place, without the target's norm."""
+        """Run the layers; the same ones for every draft, without the target's norm."""
         step = layer_context(positions, valid, attend, kernels, self.config.layers[0].attention.rotary)
         both = jnp.concatenate([embeddings.astype(features.dtype), features], axis=-1)  # [N, 2D]
         stream = kernels.linear.run(both, self.fc[...], 0, features.dtype)

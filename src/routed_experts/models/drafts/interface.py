@@ -46,13 +46,13 @@ class DraftModel(Protocol):
         attend: AttentionFn,
         cache: Any,
         *,
-        place: int,
+        draft_index: int,
         target_norm: Float[Array, " T"],
         kernels: Kernels,
         tokens: Int[Array, " N"] | None = None,
     ) -> tuple[Float[Array, "N D"], Float[Array, "N F"], Any]:
-        """Run the draft layers. `embeddings`: of the successors, as the target embeds them; `place`: static, the
-        draft's place in its chain from 0 on (a model of several modules has one for each place); `target_norm`: the
+        """Run the draft layers. `embeddings`: of the successors, as the target embeds them; `draft_index`: static, the
+        draft's index in its chain (a model of several modules has one for each); `target_norm`: the
         scale of the target's final norm; `tokens`: ids of the successors, for a model that embeds them itself. Returns
         the input of the head, the features of the next call, and the updated cache."""
         ...

@@ -30,8 +30,8 @@ ARRAYS = "arrays"  # the path of the arrays in the state of a Predictor
 
 
 class Predictor(nnx.Module):
-    """A DraftModel of `num_modules` modules. Each has a layer of the cache of its own; calls of a `place` without a
-    module run module 0."""
+    """A DraftModel of `num_modules` modules. Each has a layer of the cache of its own; calls of a `draft_index` that
+    has no module run module 0."""
 
     def __init__(self, config: FamilyConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype, num_modules: int) -> None:
         spec = config.predictor
@@ -72,16 +72,16 @@ class Predictor(nnx.Module):
         attend: AttentionFn,
         cache: Any,
         *,
-        place: int,
+        draft_index: int,
         target_norm: Float[Array, " D"],
         kernels: Kernels,
         tokens: Int[Array, " N"] | None = None,
     ) -> tuple[Float[Array, "N D"], Float[Array, "N D"], Any]:
-        """Run the module of `place`. Returns the input of the head and the features of the next call, both in the dtype
-        of the weights, and the updated cache."""
+        """Run the module of `draft_index`. Returns the input of the head and the features of the next call, both in the
+        dtype of the weights, and the updated cache."""
         del tokens  # embedded by the target
         config, spec = self.config, self.spec
-        module = place if place < self.num_modules else 0
+        module = draft_index if draft_index < self.num_modules else 0
         params = self._module(module, kernels)
         dtype = params.get("hidden_norm").dtype
         inputs = {"embedding_norm": embeddings, "hidden_norm": features}
