@@ -106,7 +106,7 @@ def _refuse(names: Sequence[str], options: argparse.Namespace, file: str) -> Non
 def _read(options: argparse.Namespace) -> tuple[RoutedExperts, Int32[np.ndarray, " S"] | None]:
     """The record of the source, and the token ids that travel with it, or None."""
     source: Path = options.source
-    choice, line = (default if given is None else given for given, default in ((options.choice, 0), (options.line, 1)))
+    choice, line = (default if value is None else value for value, default in ((options.choice, 0), (options.line, 1)))
     with readable(source):
         encoded = source.read_bytes()
     if source.suffix == ".safetensors":

@@ -69,9 +69,9 @@ def follow_group(
     drain."""
     from routed_experts.engine.rendezvous import GroupAbandonedError
 
-    given = vars(options)
-    flags = _SERVER_FLAGS if "port" in given else ("host", *_SERVER_FLAGS)
-    ignored = [f"--{name.replace('_', '-')}" for name in flags if name in given]
+    values = vars(options)
+    flags = _SERVER_FLAGS if "port" in values else ("host", *_SERVER_FLAGS)
+    ignored = [f"--{name.replace('_', '-')}" for name in flags if name in values]
     if ignored:
         print(
             f"{PROGRAM} serve: process {dist.node_rank} serves no requests; ignored: {', '.join(ignored)}",
@@ -79,7 +79,7 @@ def follow_group(
         )
     joined: list[AnyGroup] = []
     phases: list[str] = []  # that are over
-    probes = _start_probes(given, dist, joined, phases) if "port" in given else None
+    probes = _start_probes(values, dist, joined, phases) if "port" in values else None
     done: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -159,7 +159,7 @@ def drain_with(group: "AnyGroup", drain: Callable[[], None]) -> None:
 
 
 def _start_probes(
-    given: dict[str, Any], dist: DistConfig, joined: "list[AnyGroup]", phases: list[str]
+    values: dict[str, Any], dist: DistConfig, joined: "list[AnyGroup]", phases: list[str]
 ) -> "ProbeServer":
     """Answer probes from now on. Raises MachineError where the port is in use."""
     try:
@@ -168,7 +168,7 @@ def _start_probes(
         probes = importlib.import_module("routed_experts.server.probes")
     except ImportError as error:
         raise missing_library(error, purpose="answer probes (--port of a follower)", extra="serve") from error
-    listener = run.bind(limits.ServerSettings(**{name: given[name] for name in ("host", "port") if name in given}))
+    listener = run.bind(limits.ServerSettings(**{name: values[name] for name in ("host", "port") if name in values}))
 
     def health() -> "FollowerHealth":
         state = "starting" if "following" not in phases else "following"

@@ -182,8 +182,8 @@ def _answers(
             )
         for prompt, answer in zip(batch, cast("list[dict[str, Any]]", answers), strict=True):
             if wants_rows:
-                info = answer["meta_info"]["routed_experts_info"]
-                print(f"routed_experts {tuple(info['shape'])} {info['dtype']}", file=sys.stderr)
+                rows_info = answer["meta_info"]["routed_experts_info"]
+                print(f"routed_experts {tuple(rows_info['shape'])} {rows_info['dtype']}", file=sys.stderr)
             yield {**prompt.fields, **answer}
         first += len(batch)
         if len(prompts) > most:

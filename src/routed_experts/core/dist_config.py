@@ -53,10 +53,10 @@ class DistConfig:
     def create(fields: Mapping[str, Any]) -> "DistConfig":
         """Build from fields by name, None: not given. Scripts name an address for one process, too: there it is left
         out, because nothing listens. Raises ConfigError."""
-        given = {name: value for name, value in fields.items() if value is not None}
-        if given.get("nnodes", 1) == 1:
-            given.pop("dist_init_addr", None)
-        return DistConfig(**given)
+        present = {name: value for name, value in fields.items() if value is not None}
+        if present.get("nnodes", 1) == 1:
+            present.pop("dist_init_addr", None)
+        return DistConfig(**present)
 
     @property
     def is_group(self) -> bool:

@@ -94,14 +94,14 @@ class GrammarSpec:
     @staticmethod
     def choice(texts: object, *, param: str = "guided_choice") -> "GrammarSpec":
         """Of texts, one of which is the output. Raises InvalidRequestError."""
-        given: Sequence[object] = texts if isinstance(texts, list | tuple) else ()
-        wrong = _wrong_item(given, lambda text: not (isinstance(text, str) and text))
-        if not 1 <= len(given) <= MAX_CHOICES_TEXT or wrong:
+        items: Sequence[object] = texts if isinstance(texts, list | tuple) else ()
+        wrong = _wrong_item(items, lambda text: not (isinstance(text, str) and text))
+        if not 1 <= len(items) <= MAX_CHOICES_TEXT or wrong:
             text = (
                 f"{wrong or f'is {short_repr(texts)}'}; send a list of 1 to {MAX_CHOICES_TEXT} texts that are not empty"
             )
             _refuse(param, text)
-        return GrammarSpec(CHOICE, json.dumps(list(given), ensure_ascii=False), param)
+        return GrammarSpec(CHOICE, json.dumps(list(items), ensure_ascii=False), param)
 
     @staticmethod
     def tokens(allowed_token_ids: object, bad_words: object) -> "GrammarSpec | None":
@@ -131,7 +131,7 @@ class GrammarSpec:
             return value
         if not isinstance(value, Mapping):
             _refuse(param, f"is {short_repr(value)}; send an object with one of {', '.join(KINDS)}")
-        given: dict[str, object] = {}
+        forms: dict[str, object] = {}
         for key, own in cast("Mapping[object, object]", value).items():
             if own is None or own is False or key in _IGNORED_KEYS or (isinstance(own, str) and not own):
                 continue
@@ -139,12 +139,12 @@ class GrammarSpec:
                 _refuse(f"{param}.{key}", "is not supported; leave it out", code="unsupported_parameter")
             if key not in KINDS:
                 _refuse(param, f"holds {short_repr(key)}; {suggestion(key, KINDS)}", code="unknown_field")
-            given[str(key)] = own
-        if not given:
+            forms[str(key)] = own
+        if not forms:
             return None
-        if len(given) > 1:
-            _refuse(param, f"holds {' and '.join(given)}; send one of them", code="conflicting_parameters")
-        ((kind, own),) = given.items()
+        if len(forms) > 1:
+            _refuse(param, f"holds {' and '.join(forms)}; send one of them", code="conflicting_parameters")
+        ((kind, own),) = forms.items()
         at = f"{param}.{kind}"
         if kind == "json_object":
             if own is not True:

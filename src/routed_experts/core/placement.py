@@ -67,19 +67,19 @@ class ExpertPlacement:
         ):
             if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
                 raise PlacementError(f"{name}={short_repr(value)}; expected an integer of at least {least}")
-        given = _as_integers("physical_to_logical_map", physical_to_logical_map)
-        if given.ndim != 2 or given.size == 0:
+        checked = _as_integers("physical_to_logical_map", physical_to_logical_map)
+        if checked.ndim != 2 or checked.size == 0:
             raise PlacementError(
-                f"physical_to_logical_map has shape {list(given.shape)}; expected [M, I], a row of instances a MoE "
+                f"physical_to_logical_map has shape {list(checked.shape)}; expected [M, I], a row of instances a MoE "
                 "layer"
             )
-        physical_to_logical = given
+        physical_to_logical = checked
         if physical_to_logical.min() < 0 or physical_to_logical.max() >= num_experts:
             wrong = physical_to_logical[(physical_to_logical < 0) | (physical_to_logical >= num_experts)][0]
             raise PlacementError(
                 f"physical_to_logical_map holds expert {wrong}; expected 0 to {num_experts - 1} in every instance"
             )
-        physical_to_logical = given.astype(np.int32)
+        physical_to_logical = checked.astype(np.int32)
         num_layers, num_instances = physical_to_logical.shape
         layers = np.arange(num_layers)[:, None]
         counts = np.bincount(

@@ -214,12 +214,12 @@ class SamplingParams:
         """The form of the output that is asked for, or which tokens it may have; None: any. Raises InvalidRequestError
         for one that is malformed, and where several are given."""
         rules = GrammarSpec.tokens(self.allowed_token_ids, self.bad_words)
-        given = [] if rules is None else [rules.param]
-        given += [name for name in GRAMMAR_FIELDS if getattr(self, name) is not None]
-        if len(given) > 1:
-            text = f"{PARAM} and {field_slot(given[0])} both ask for a form of the output; send one of them"
-            form = getattr(self, given[1])  # a server has given it the name that the request has for it
-            param = form.param if isinstance(form, GrammarSpec) else given[1]
+        forms = [] if rules is None else [rules.param]
+        forms += [name for name in GRAMMAR_FIELDS if getattr(self, name) is not None]
+        if len(forms) > 1:
+            text = f"{PARAM} and {field_slot(forms[0])} both ask for a form of the output; send one of them"
+            form = getattr(self, forms[1])  # a server has given it the name that the request has for it
+            param = form.param if isinstance(form, GrammarSpec) else forms[1]
             raise InvalidRequestError(text, param=param, code="conflicting_parameters")
         if rules is not None:
             return rules

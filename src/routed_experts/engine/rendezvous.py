@@ -149,11 +149,11 @@ class Rendezvous:
             order = Order(kind=OrderKind.REFUSE, head={"reason": str(error)[:_MAX_REASON], "is_machine": True})
         else:
             order = Order(kind=OrderKind.STOP, head={"abandoned": True})
-        data = b"".join(encode(order))
+        encoded = b"".join(encode(order))
         for rank, connection in self._members.items():
             if rank not in self._welcomed:
                 with contextlib.suppress(OSError):
-                    connection.try_send(data)
+                    connection.try_send(encoded)
             if self._complete:  # `close` has no part in them
                 connection.close()
 

@@ -68,10 +68,10 @@ class Connection:
         self._unsent = b""  # the rest of a beat
         self._closed = False
 
-    def send(self, data: bytes) -> None:
+    def send(self, encoded: bytes) -> None:
         """Send all of it, however long the peer takes to read. Raises OSError where the connection has ended."""
         with self._lock:
-            rest = memoryview(self._unsent + data if self._unsent else data)
+            rest = memoryview(self._unsent + encoded if self._unsent else encoded)
             self._unsent = b""
             while rest:
                 if self._closed:
@@ -81,7 +81,7 @@ class Connection:
                 except BlockingIOError:
                     select.select([], [self.socket], [], _SEND_WAIT_S)
 
-    def try_send(self, data: bytes, wait_s: float = 0.0) -> bool:
+    def try_send(self, encoded: bytes, wait_s: float = 0.0) -> bool:
         """Send without waiting for the peer; False if nothing was sent. `wait_s`: at most, for another thread that is
         sending. Raises OSError."""
         if not (self._lock.acquire(timeout=wait_s) if wait_s else self._lock.acquire(blocking=False)):
@@ -91,7 +91,7 @@ class Connection:
                 self._unsent = self._unsent[self.socket.send(self._unsent) :]
             if self._unsent:
                 return False
-            self._unsent = data[self.socket.send(data) :]
+            self._unsent = encoded[self.socket.send(encoded) :]
             return True
         except BlockingIOError:
             return False
@@ -153,10 +153,10 @@ class OrderChannel:
     def try_send(self, order: Order, wait_s: float = 0.0) -> None:
         """Send an order, before what is queued, to every peer that takes it. `wait_s`: at most, for the thread that is
         sending to a peer."""
-        data = b"".join(encode(order))
+        encoded = b"".join(encode(order))
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
-                connection.try_send(data, wait_s)
+                connection.try_send(encoded, wait_s)
 
     def close(self) -> None:
         """Send what is queued, in bounded time; end the threads and close every connection. Idempotent."""

@@ -148,10 +148,10 @@ class OrderReader:
         self._max_head, self._max_body = max_head, max_body
         self._buffer = bytearray()
 
-    def feed(self, data: bytes | bytearray | memoryview) -> list[Order]:
+    def feed(self, received: bytes | bytearray | memoryview) -> list[Order]:
         """Take the next bytes; returns the orders that they complete. Raises OrderFormatError, after which the stream
         cannot be read on."""
-        self._buffer += data
+        self._buffer += received
         orders: list[Order] = []
         while len(self._buffer) >= HEADER_BYTES:
             kind, seq, head_bytes, body_bytes = self._header()
@@ -177,10 +177,10 @@ class OrderReader:
             raise OrderFormatError(f"order {seq} has the unknown kind {kind}; run one version everywhere") from None
 
 
-def _decode(kind: OrderKind, seq: int, data: bytes, head_bytes: int) -> Order:
+def _decode(kind: OrderKind, seq: int, encoded: bytes, head_bytes: int) -> Order:
     """An order whose bytes are all there."""
     try:
-        head: Any = json.loads(data[:head_bytes])
+        head: Any = json.loads(encoded[:head_bytes])
     except (ValueError, RecursionError):
         raise OrderFormatError(f"the head of order {seq} is no JSON") from None
     if not isinstance(head, dict):
@@ -194,16 +194,16 @@ def _decode(kind: OrderKind, seq: int, data: bytes, head_bytes: int) -> Order:
     for item in cast("list[object]", described):
         dtype, shape = _described(item, seq)
         size = math.prod(shape) * dtype.itemsize
-        if at + size > len(data):
+        if at + size > len(encoded):
             raise OrderFormatError(f"order {seq} has fewer bytes than its arrays {dtype.str}{shape}")
         try:
-            flat = np.frombuffer(data, dtype, math.prod(shape), at) if size else np.empty(0, dtype)
+            flat = np.frombuffer(encoded, dtype, math.prod(shape), at) if size else np.empty(0, dtype)
             arrays.append(flat.reshape(shape))
         except ValueError:
             raise OrderFormatError(f"order {seq} has an array of an impossible shape") from None
         at += size
-    if at != len(data):
-        raise OrderFormatError(f"order {seq} has {len(data) - at} bytes after its arrays")
+    if at != len(encoded):
+        raise OrderFormatError(f"order {seq} has {len(encoded) - at} bytes after its arrays")
     return Order(kind=kind, seq=seq, head=fields, arrays=tuple(arrays))
 
 

@@ -71,21 +71,21 @@ class _TokenList:
         """Ids of running text."""
         if not isinstance(text, str):
             raise TypeError("text, not bytes: so the wrapper is told which of them it may send")
-        data = text.encode()
+        encoded = text.encode()
         ids = self._source.encode_plain(text)
-        if all(token < len(self.tokens) for token in ids) and b"".join(self.tokens[token] for token in ids) == data:
+        if all(token < len(self.tokens) for token in ids) and b"".join(self.tokens[token] for token in ids) == encoded:
             return ids
-        return self._split(data)
+        return self._split(encoded)
 
-    def _split(self, data: bytes) -> list[int]:
+    def _split(self, encoded: bytes) -> list[int]:
         """Split text into the longest tokens, up to a byte that no token has."""
         ids: list[int] = []
         at = 0
-        while at < len(data):
-            longest = min(self._longest, len(data) - at)
-            size = next((size for size in range(longest, 0, -1) if data[at : at + size] in self._ids), None)
+        while at < len(encoded):
+            longest = min(self._longest, len(encoded) - at)
+            size = next((size for size in range(longest, 0, -1) if encoded[at : at + size] in self._ids), None)
             if size is None:
                 break
-            ids.append(self._ids[data[at : at + size]])
+            ids.append(self._ids[encoded[at : at + size]])
             at += size
         return ids

@@ -151,8 +151,8 @@ def _with_given(
     req: Req, top: tuple[tuple[float, int], ...] | None, logprobs: Float[np.ndarray, " G"]
 ) -> tuple[tuple[float, int], ...]:
     """Return the best alternatives, then the ids that the request names."""
-    given = req.source.token_ids_logprob
-    return (*(top or ()), *((float(logprobs[index]), token) for index, token in enumerate(given)))
+    token_ids = req.source.token_ids_logprob
+    return (*(top or ()), *((float(logprobs[index]), token) for index, token in enumerate(token_ids)))
 
 
 def _top(

@@ -27,11 +27,11 @@ def event(body: object, name: str | None = None) -> bytes:
     """Encode one event of JSON, with a name where the dialect names its events. Unicode's line separators are escaped:
     some clients (httpx's iter_lines) end a line at them."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
-    data = msgspec.json.encode(body)
-    if not data.isascii():
+    encoded = msgspec.json.encode(body)
+    if not encoded.isascii():
         for separator, escape in _LINE_SEPARATORS:
-            data = data.replace(separator, escape)
-    return head + b"data: " + data + b"\n\n"
+            encoded = encoded.replace(separator, escape)
+    return head + b"data: " + encoded + b"\n\n"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -173,8 +173,8 @@ def _xla_options() -> str:
     return _digest(options.SerializeAsString())
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _version(name: str) -> str:

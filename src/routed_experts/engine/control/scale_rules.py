@@ -26,10 +26,10 @@ class ScaleRule(enum.Enum):
         self, scales: Float[Array, "..."] | Float[np.ndarray, "..."]
     ) -> Bool[Array, "..."] | Bool[np.ndarray, "..."]:
         """Whether each scale is what the rule says; -0.0 is negative."""
-        info = jnp.finfo(scales.dtype)
-        bits = scales.view(f"uint{info.bits}")
-        fraction, rest = bits & ((1 << info.nmant) - 1), bits >> info.nmant  # `rest`: the sign and the exponent
-        is_finite = rest < (1 << info.nexp) - 1
+        limits = jnp.finfo(scales.dtype)
+        bits = scales.view(f"uint{limits.bits}")
+        fraction, rest = bits & ((1 << limits.nmant) - 1), bits >> limits.nmant  # `rest`: the sign and the exponent
+        is_finite = rest < (1 << limits.nexp) - 1
         if self is ScaleRule.NOT_NEGATIVE:
             return is_finite
         is_subnormal_power = (rest == 0) & (fraction & (fraction - 1) == 0)
@@ -39,5 +39,5 @@ class ScaleRule(enum.Enum):
 
 def _bits_of(scale: float, dtype: np.dtype) -> int:
     """The bits of the number of a dtype that is next to a scale; those of positive numbers have their order."""
-    info = jnp.finfo(dtype)
-    return int(np.array(min(scale, float(info.max)), dtype).view(f"uint{info.bits}"))
+    limits = jnp.finfo(dtype)
+    return int(np.array(min(scale, float(limits.max)), dtype).view(f"uint{limits.bits}"))

@@ -212,9 +212,9 @@ class _ByteLevelText:
         self.work += len(token_ids)
         tokenizer, skip = self._tokenizer, self._skip
         new = [tokenizer.token_bytes(token) for token in token_ids if not (skip and self._is_hidden(token))]
-        data = b"".join((self._rest, *new))
-        text, consumed = codecs.utf_8_decode(data, "replace", False)
-        self._rest = data[consumed:]
+        encoded = b"".join((self._rest, *new))
+        text, consumed = codecs.utf_8_decode(encoded, "replace", False)
+        self._rest = encoded[consumed:]
         return text
 
     def read_ahead(self) -> str:
@@ -268,12 +268,12 @@ class _WindowText:
             self.work += 1
             return "\ufffd"
         self._waiting.append(token_id)
-        data = self._rest + self._tokenizer.token_bytes(token_id)
+        encoded = self._rest + self._tokenizer.token_bytes(token_id)
         try:
-            _, consumed = codecs.utf_8_decode(data, "strict", False)
+            _, consumed = codecs.utf_8_decode(encoded, "strict", False)
         except UnicodeDecodeError:
             return self._flush_broken()
-        self._rest = data[consumed:]
+        self._rest = encoded[consumed:]
         # Two bytes of a surrogate are no error to the codec yet, but no third one makes them a character.
         return self._flush_broken() if self._rest[:1] == b"\xed" and self._rest[1:2] >= b"\xa0" else ""
 

@@ -293,12 +293,12 @@ class InputProcessor:
 
     def _given_ids(self, call: GenerateReqInput) -> tuple[int, ...]:
         """The ids whose logprobs a prompt's request asks for. Raises InvalidRequestError."""
-        given, param = call.token_ids_logprob, "token_ids_logprob"
-        if given is None:
+        token_ids, param = call.token_ids_logprob, "token_ids_logprob"
+        if token_ids is None:
             return ()
-        if not isinstance(given, list | tuple) or not all(map(is_id, given)):
-            raise InvalidRequestError(f"{PARAM}={short_repr(given)} must be a flat list of integers", param=param)
-        ids, vocab = tuple(int(cast("int", token)) for token in given), self.limits.vocab_size
+        if not isinstance(token_ids, list | tuple) or not all(map(is_id, token_ids)):
+            raise InvalidRequestError(f"{PARAM}={short_repr(token_ids)} must be a flat list of integers", param=param)
+        ids, vocab = tuple(int(cast("int", token)) for token in token_ids), self.limits.vocab_size
         wrong = next((token for token in ids if not 0 <= token < vocab), None)
         if wrong is not None:
             text = f"{PARAM} holds the out-of-vocabulary id {short_repr(wrong)}: this model's {vocab} ids are"

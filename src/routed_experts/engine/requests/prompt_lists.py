@@ -62,14 +62,13 @@ def split_by_prompt(request: GenerateReqInput, num_prompts: int, *, is_batch: bo
             if len(lists[name]) != num_prompts:
                 text = f"{PARAM} has {len(lists[name])} values for {num_prompts} prompts"
                 raise InvalidRequestError(f"{text}; give one each, or one value for all", param=name)
-    given = request.token_ids_logprob
-    if isinstance(given, list | tuple) and any(isinstance(ids, list | tuple) for ids in given):
-        if not is_batch or len(given) != num_prompts:
-            text = (
-                f"{PARAM}={short_repr(given)} must be a flat list of integers, or for {num_prompts} prompts in a list "
-            )
-            raise InvalidRequestError(f"{text}a list of them for each", param="token_ids_logprob")
-        lists["token_ids_logprob"] = given
+    token_ids = request.token_ids_logprob
+    if isinstance(token_ids, list | tuple) and any(isinstance(ids, list | tuple) for ids in token_ids):
+        if not is_batch or len(token_ids) != num_prompts:
+            text = f"{PARAM}={short_repr(token_ids)} must be a flat list of integers"
+            fix = f"for {num_prompts} prompts in a list a list of them for each"
+            raise InvalidRequestError(f"{text}, or {fix}", param="token_ids_logprob")
+        lists["token_ids_logprob"] = token_ids
     prompt_field = "prompt" if request.text is not None else "input_ids"
     if not lists:
         return PromptCalls(calls=[request] * num_prompts, lists=frozenset(), prompt_field=prompt_field)

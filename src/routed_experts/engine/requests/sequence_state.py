@@ -178,9 +178,9 @@ class SequenceState:
             entry = self._entry(value, token_id)
             self.output_logprobs.append(entry)
             self.cumulative_logprob += -math.inf if entry.logprob is None else entry.logprob
-            alternatives, given = self._split_top(top)
+            alternatives, named = self._split_top(top)
             self.output_top_logprobs.append(alternatives)
-            self.output_given_logprobs.append(given)
+            self.output_given_logprobs.append(named)
         if prompt is not None:
             token_ids = self.request.input_ids[self.request.logprob_start_len :].tolist()
             self.input_logprobs = [self._entry(*pair) for pair in zip(prompt.values, token_ids, strict=True)]
@@ -189,7 +189,7 @@ class SequenceState:
                 self.input_logprobs[:1] = [self.input_logprobs[0]._replace(text=text)]
             pairs = [self._split_top(top) for top in prompt.top]
             self.input_top_logprobs = [alternatives for alternatives, _ in pairs]
-            self.input_given_logprobs = [given for _, given in pairs]
+            self.input_given_logprobs = [named for _, named in pairs]
 
     def _entry(self, value: float | None, token_id: int) -> TokenLogprob:
         text = None if self._tokenizer is None else self._tokenizer.token_text(token_id)

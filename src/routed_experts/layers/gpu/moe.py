@@ -234,7 +234,7 @@ def slot_outputs(
         shapes: list[tuple[int, int]],
         chunks: int,
     ) -> list[Array]:
-        given = [array for array in arrays if array is not None]
+        present = [array for array in arrays if array is not None]
         tile = dataclasses.replace(tile, inner=scaled_step(tile.inner, call.x.dtype))
         static = KernelConfig(
             tile=tile,
@@ -255,7 +255,7 @@ def slot_outputs(
             compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
             interpret=interpret,
             name=name,
-        )(first, call.valid, flat, tables.get(tile.rows, flat), order, *given)
+        )(first, call.valid, flat, tables.get(tile.rows, flat), order, *present)
 
     is_scaled = scaled_x is not None and scaled and tiles.gate_up.rows >= FEWEST_ROWS
     x = scaled_x if is_scaled else prepared(call.x, tiles.gate_up)

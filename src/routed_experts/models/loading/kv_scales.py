@@ -59,8 +59,8 @@ def _pair(checkpoint: Checkpoint, headers: Mapping[str, Header], module: str) ->
     for pair in _PAIRS:
         keys, values = (f"{module}.{name}" for name in pair)
         if (keys in headers) != (values in headers):
-            given, absent = (keys, values) if keys in headers else (values, keys)
-            raise _error(checkpoint, given, "is there alone", f"{absent} beside it")
+            present, absent = (keys, values) if keys in headers else (values, keys)
+            raise _error(checkpoint, present, "is there alone", f"{absent} beside it")
         if keys in headers:
             pairs.append((keys, values))
     if len(pairs) > 1:

@@ -48,8 +48,8 @@ def parse_tags(tags: Sequence[str] | None) -> list[str] | None:
     known = (*MEMORY_TAGS, *_WITHOUT_MEMORY)
     unknown = [tag for tag in tags if tag not in known]
     if not tags or unknown:
-        given = f"tags has {short_repr(unknown[0])}; it" if unknown else "tags=[]"
-        text = f"{given} must be some of {', '.join(known)}; leave it out for all"
+        fault = f"tags has {short_repr(unknown[0])}; it" if unknown else "tags=[]"
+        text = f"{fault} must be some of {', '.join(known)}; leave it out for all"
         raise InvalidRequestError(text, param="tags")
     return [tag for tag in MEMORY_TAGS if tag in tags]
 

@@ -78,8 +78,8 @@ class ChoiceState:
             tops = sequence.output_given_logprobs if has_given else sequence.output_top_logprobs
             for token, top in zip(sequence.output_logprobs[first_logprob:], tops[first_logprob:], strict=True):
                 best = (top or ())[:num_top]
-                given = (token, *(other for other in top or () if other.token_id != token.token_id))
-                logprobs.append(LogprobEntry(token=token, top=given if has_given else best))
+                alternatives = (token, *(other for other in top or () if other.token_id != token.token_id))
+                logprobs.append(LogprobEntry(token=token, top=alternatives if has_given else best))
         echo = self._echo if with_echo else None
         return Delta(text=(echo or "") + text, token_ids=token_ids, logprobs=tuple(logprobs))
 

@@ -290,12 +290,12 @@ def _check_mode(call: TokensRequest, *, has_tokenizer: bool) -> None:
 def _sampling(call: TokensRequest, settings: ServerSettings) -> tuple[dict[str, object], list[str]]:
     """Return the sampling parameters, and the names of those without effect. Nothing is detokenised but where stop
     strings are looked for."""
-    given = {} if call.sampling_params is None else call.sampling_params
+    received = {} if call.sampling_params is None else call.sampling_params
     for name in _REFUSED - _PARAMS:
-        if not _is_unset(name, given.get(name)):
-            text = f"{name}={short_repr(given[name])} is not supported by this server; leave it out"
+        if not _is_unset(name, received.get(name)):
+            text = f"{name}={short_repr(received[name])} is not supported by this server; leave it out"
             raise ApiError(text, status=400, code="unsupported_parameter", param=name)
-    offered = {name: value for name, value in given.items() if name not in _REFUSED or name in _PARAMS}
+    offered = {name: value for name, value in received.items() if name not in _REFUSED or name in _PARAMS}
     values, ignored = check_fields(offered, _PARAMS, strict=settings.strict_fields)
     values = with_numbers(values)
     if isinstance(biases := values.get("logit_bias"), Mapping):
