@@ -14,7 +14,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.sharding import PartitionSpec
 
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS
-from routed_experts.layers.gpu import linear, warpgroup_numbers
+from routed_experts.layers.gpu import expert_rows, linear, warpgroup_numbers
 from routed_experts.layers.gpu.backends import gpu_kernels
 from routed_experts.layers.gpu.expert_rows import group_rows
 from routed_experts.layers.gpu.moe import gpu_experts
@@ -104,19 +104,39 @@ def by_warpgroups(call: ExpertCall) -> jax.Array:
     return jax.jit(lambda call: warpgroup_experts(call, INTERPRETED, interpret=True))(call)
 
 
-grouped = jax.jit(group_rows, static_argnames=("num_experts", "tile", "interpret"))
+def jit_grouped():
+    """`group_rows`, traced anew."""
+    return jax.jit(
+        lambda *args, **options: group_rows(*args, **options, interpret=True), static_argnames=("num_experts", "tile")
+    )
+
+
+grouped = jit_grouped()
 
 
 @hypothesis.given(
     size=st.sampled_from([(1, 1, 1), (40, 3, 2), (33, 9, 4)]), tile=st.sampled_from([1, 16]), seed=st.integers(0, 2**16)
 )
 def test_each_row_is_in_a_tile_of_each_of_its_experts(size, tile, seed):
+    check_grouped(grouped, size, tile, seed)
+
+
+@pytest.mark.parametrize("chunk", [8, 32])
+def test_slots_of_several_chunks_are_ranked_as_those_of_one(chunk, monkeypatch):
+    """66 and 132 slots: the last chunk is not full."""
+    monkeypatch.setattr(expert_rows, "_CHUNK", chunk)
+    own = jit_grouped()
+    for seed, size in enumerate([(33, 3, 2), (33, 9, 4)]):
+        check_grouped(own, size, 16, seed)
+
+
+def check_grouped(grouped, size, tile, seed):
     (rows, experts, top_k), rng = size, np.random.default_rng(seed)
     valid = rng.random(rows) < 0.8
     ids = np.where(valid[:, None], [rng.permutation(experts)[:top_k] for _ in range(rows)], 99)
     x = rng.standard_normal((rows, 5)).astype(np.float32)
     args = (jnp.asarray(x), jnp.asarray(ids, jnp.int32), jnp.asarray(valid))
-    values, rows_of_slots, tiles = grouped(*args, num_experts=experts, tile=tile, interpret=True)
+    values, rows_of_slots, tiles = grouped(*args, num_experts=experts, tile=tile)
     values, rows_of_slots, tile_expert = np.asarray(values), np.asarray(rows_of_slots), np.asarray(tiles.expert)
 
     next_row, expected = 0, {}  # (token, k) -> row, in order of experts and tokens
