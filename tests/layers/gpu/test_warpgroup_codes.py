@@ -122,7 +122,10 @@ def test_a_fused_product_takes_scaled_rows_whose_parts_are_groups():
         assert parts.shape[0] > 1 and relative_error(parts.sum(axis=0), x, weights) < 1e-6
     assert not by_warpgroups(scaled(x, 64))
     others = jax.jit(product)(scaled(x, 64), weights, jnp.int32(1))
-    assert relative_error(others.sum(axis=0), x, weights) < 1e-6
+    sums = jax.jit(functools.partial(partial_sums, interpret=True))(scaled(x, 64), weights, jnp.int32(1))
+    assert sums.dtype == jnp.float32 and relative_error(sums.sum(axis=0), x, weights) < 1e-6
+    assert others.shape[0] == 1, "one part, which is rounded"
+    np.testing.assert_array_equal(others, sums.astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize(("num_rows", "top_k", "dim"), [(40, 3, 200), (7, 1, 64)])
