@@ -109,11 +109,11 @@ def test_drafts_of_a_model_change_no_answer(tmp_path, family):
     PredictorOracle(family, tmp_path, modules=1)
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, VOCAB_SIZE, length).tolist() for length in (5, 17, 9, 30)]
-    retained = dict(**SIZES, **CODES, deterministic=True, enable_return_routed_experts=True)
-    with lazy_compilation(), Engine(str(tmp_path), **retained) as engine:
+    options = dict(**SIZES, **CODES, deterministic=True, enable_return_routed_experts=True)
+    with lazy_compilation(), Engine(str(tmp_path), **options) as engine:
         expected, _ = answers(engine, prompts, 1.0)
     drafts = SpeculativeConfig(algorithm="NEXTN", adaptive=False)
-    with lazy_compilation(), Engine(str(tmp_path), **retained, speculative=drafts) as engine:
+    with lazy_compilation(), Engine(str(tmp_path), **options, speculative=drafts) as engine:
         assert engine.components.core.runner.config.pool.codes
         drafted, _ = answers(engine, prompts, 1.0)
         assert engine.stats().speculative.requests.accepted > 0
@@ -154,9 +154,9 @@ def test_a_flag_has_the_same_names(capsys):
 def test_two_devices_hold_the_codes_of_their_heads(tmp_path):
     write_family(tmp_path, "olmoe")
     prompt = np.random.default_rng(2).integers(0, VOCAB_SIZE, 40).tolist()
-    retained, scores = dict(**SIZES, **CODES, attention_backend="paged", moe_backend="tiled"), []
+    options, scores = dict(**SIZES, **CODES, attention_backend="paged", moe_backend="tiled"), []
     for devices in (1, 2):
-        with lazy_compilation(), Engine(str(tmp_path), tp_size=devices, **retained) as engine:
+        with lazy_compilation(), Engine(str(tmp_path), tp_size=devices, **options) as engine:
             scores.append(engine.score([prompt])[0].logprobs)
             assert engine.components.plan.pool.stored_dtype == KV_CODES
     np.testing.assert_allclose(*scores, atol=5e-3)

@@ -172,8 +172,8 @@ class _PeerFlags:
 
     def _accept(self, head: str, name: str, value: object) -> None:
         if (reason := FLAG_NAMES.refusal(name, value)) is not None:
-            received = "" if value is True else f": {short_repr(value)}"
-            self._refused.append(f"argument {head}{received} is refused: {reason}")
+            suffix = "" if value is True else f": {short_repr(value)}"
+            self._refused.append(f"argument {head}{suffix} is refused: {reason}")
         if name in FLAG_NAMES.no_effect:
             self._ignored.append(head)
 
@@ -377,8 +377,8 @@ def replica_dist_args(options: argparse.Namespace) -> DistConfig:
     """The processes of each replica of a fleet. Raises ConfigError."""
     from routed_experts.fleet.spec import group_template
 
-    received: dict[str, Any] = {"nnodes": 1, "node_rank": None, "dist_init_addr": None}
-    return group_template(**(received | _given_fields(options, DistConfig)))
+    defaults: dict[str, Any] = {"nnodes": 1, "node_rank": None, "dist_init_addr": None}
+    return group_template(**(defaults | _given_fields(options, DistConfig)))
 
 
 def _given_fields(options: argparse.Namespace, config: type, *, prefix: str = "") -> dict[str, Any]:
