@@ -102,9 +102,9 @@ def replica_spec(arguments: Mapping[str, Any]) -> ReplicaSpec:
         return {name: rest.pop(name) for name in names if name in rest}
 
     rest.setdefault("ray_address", "auto")
-    defaults: dict[str, Any] = {"nnodes": 1, "node_rank": None, "dist_init_addr": None} | take(DistConfig)
+    values: dict[str, Any] = {"nnodes": 1, "node_rank": None, "dist_init_addr": None} | take(DistConfig)
     args, server = ServerArgs(**_with_tuples(take(ServerArgs))), ServerSettings(**take(ServerSettings))
-    fleet, template = FleetSettings(**take(FleetSettings)), group_template(**defaults)
+    fleet, template = FleetSettings(**take(FleetSettings)), group_template(**values)
     if rest:
         raise ConfigError(f"{', '.join(sorted(rest))} is no argument of a fleet; see routed-experts serve --help")
     return ReplicaSpec(args=args, server=server, fleet=fleet, dist=template)
