@@ -57,6 +57,12 @@ def test_live_routing_is_the_law_with_ties_to_the_lower_id(shape, renormalize):
     assert (routing.ids.dtype, routing.weights.dtype) == (jnp.int32, jnp.float32)
 
 
+def test_both_zeros_are_a_tie():
+    spec = RouterSpec(num_experts=4, top_k=2, renormalize=True, scoring_func="logits")
+    logits = jnp.asarray([[-0.0, 0.0, -1.0, -0.0], [-1.0, -0.0, 0.0, 0.0], [1.0, -0.0, 0.0, -2.0]], jnp.float32)
+    assert ROUTE(logits, None, spec=spec).ids.tolist() == [[0, 1], [1, 2], [0, 1]]
+
+
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_replayed_ids_run_in_recorded_order_with_live_weights(shape, renormalize):

@@ -117,8 +117,9 @@ def replay_topk(
     assert (bias is not None) == spec.biased, "a selection bias and RouterSpec.biased belong together"
     wide = logits.astype(jnp.float32)
     scores = _scores(wide, spec)
-    choice = scores if bias is None else scores + bias.astype(jnp.float32)
-    _, native = jax.lax.top_k(jax.lax.stop_gradient(keep_groups(choice, spec)), spec.top_k)
+    choice = jax.lax.stop_gradient(scores if bias is None else scores + bias.astype(jnp.float32))
+    choice = jnp.where(choice == 0.0, 0.0, choice)  # both zeros are equal, where top_k puts the negative one last
+    _, native = jax.lax.top_k(keep_groups(choice, spec), spec.top_k)
     native = native.astype(jnp.int32)
     if routed is None:
         ids, replaced = native, jnp.zeros(logits.shape[0], bool)

@@ -21,8 +21,8 @@ from routed_experts.layers.gpu.blocks import load_or_zero, power_of_two
 from routed_experts.layers.kernels import RouterBiases
 from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing, RoutingBlock
 
-ROWS = 4  # of a block; comparing every expert with every other in one pass took a third longer
-_LEAST, _OUTSIDE = -3.0e38, -3.2e38  # of a choice, and of experts outside of the chosen groups; -inf: already taken
+_LEAST, _OUTSIDE = -3.0e38, -3.2e38  # of a choice, and of experts outside of the chosen groups; -inf: no expert
+_MAGNITUDE, _TAKEN = 0x7FFFFFFF, -0x7F800001  # bits of a float without its sign; the key of -inf: already taken
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,6 @@ class _Static:
     """What the kernel is compiled for."""
 
     spec: RouterSpec
-    rows: int
     replays: bool
     blocks: int  # that are written: none, ids, or ids and weights
     shifted: bool  # a bias of the logits
@@ -38,23 +37,22 @@ class _Static:
 
 
 def _route(logits: Any, column: Any, layer: Any, *refs: Any, static: _Static) -> None:
-    """Rows of one block. Refs: the biases, rows to replay and their flags, the blocks; weights, ids, the live choice,
-    the blocks. An expert's lane keeps its rank among the chosen and stores for itself: what is known by lane is not
-    gathered by slot, which takes a pass each."""
+    """The token of one block, which is one warp: no reduction leaves it, and the bits of a token do not depend on the
+    others. Refs: the biases, rows to replay and their flags, the blocks; weights, ids, the live choice, the blocks. An
+    expert's lane keeps its rank among the chosen and stores for itself: what is known by lane is not gathered by slot,
+    which takes a pass each."""
     left = list(refs)
     logit_bias, selection_bias = (left.pop(0) if present else None for present in (static.shifted, static.biased))
     replay_ids, valid = (left.pop(0) if static.replays else None for _ in range(2))
     weights, ids, *rest = left[static.blocks :]
     native = rest.pop(0) if static.replays else None
     block, weights_block = (*rest, None, None)[:2]
-    spec, num_tokens = static.spec, logits.shape[1]
+    spec, token = static.spec, pl.program_id(0)
     experts, top_k = spec.num_experts, spec.top_k
     first = 0 if block is None else column[0] * top_k  # read once, before the first store: a load after it would stall
-    tokens = pl.program_id(0) * static.rows + jnp.arange(static.rows)
-    lanes = jnp.arange(power_of_two(experts))[None, :]
-    inside, real = tokens < num_tokens, lanes < experts
-    mask = inside[:, None] & real
-    parts = [load_or_zero(logits.at[part, tokens[:, None], lanes], mask) for part in range(logits.shape[0])]
+    lanes = jnp.arange(power_of_two(experts))
+    real = lanes < experts
+    parts = [load_or_zero(logits.at[part, token, lanes], real) for part in range(logits.shape[0])]
     wide = functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts])
     if logit_bias is not None:
         wide = wide + load_or_zero(logit_bias.at[layer[0], lanes], real).astype(jnp.float32)
@@ -65,98 +63,112 @@ def _route(logits: Any, column: Any, layer: Any, *refs: Any, static: _Static) ->
     live = _ranks(_keep_groups(_clean(choice, real), lanes, spec), lanes, top_k)
     if replay_ids is None or valid is None or native is None:
         values = _weights(wide, scores, [live == k for k in range(top_k)], real, spec)
-        is_chosen = inside[:, None] & (live < top_k)
-        expert_ids = jnp.broadcast_to(lanes, live.shape)
-        plgpu.store(ids.at[tokens[:, None], live], expert_ids, mask=is_chosen)
-        plgpu.store(weights.at[tokens[:, None], live], values, mask=is_chosen)
+        is_chosen = live < top_k
+        plgpu.store(ids.at[token, live], lanes, mask=is_chosen)
+        plgpu.store(weights.at[token, live], values, mask=is_chosen)
         if block is not None:
-            plgpu.store(block.at[first + live, tokens[:, None]], expert_ids, mask=is_chosen)
+            plgpu.store(block.at[first + live, token], lanes, mask=is_chosen)
         if weights_block is not None:
-            plgpu.store(weights_block.at[first + live, tokens[:, None]], values, mask=is_chosen)
+            plgpu.store(weights_block.at[first + live, token], values, mask=is_chosen)
         return
-    forced = plgpu.load(valid.at[tokens], mask=inside, other=0) != 0
+    forced = valid[token] != 0
     chosen = []
     for k in range(top_k):
-        native_id = jnp.sum(jnp.where(live == k, lanes, 0), axis=1).astype(jnp.int32)
-        plgpu.store(native.at[tokens, k], native_id, mask=inside)
-        chosen.append(jnp.where(forced, plgpu.load(replay_ids.at[tokens, k], mask=inside, other=0), native_id))
-    values = _weights(wide, scores, [lanes == expert[:, None] for expert in chosen], real, spec)
+        native_id = jnp.sum(jnp.where(live == k, lanes, 0), axis=0).astype(jnp.int32)
+        native[token, k] = native_id
+        chosen.append(jnp.where(forced, replay_ids[token, k], native_id))
+    values = _weights(wide, scores, [lanes == expert for expert in chosen], real, spec)
     for k, expert in enumerate(chosen):
-        plgpu.store(ids.at[tokens, k], expert, mask=inside)
-        weight = jnp.sum(jnp.where(lanes == expert[:, None], values, 0.0), axis=1)
-        plgpu.store(weights.at[tokens, k], weight, mask=inside)
+        ids[token, k] = expert
+        weight = jnp.sum(jnp.where(lanes == expert, values, 0.0), axis=0)
+        weights[token, k] = weight
         if block is not None:
-            plgpu.store(block.at[first + k, tokens], expert, mask=inside)
+            block[first + k, token] = expert
         if weights_block is not None:
-            plgpu.store(weights_block.at[first + k, tokens], weight, mask=inside)
+            weights_block[first + k, token] = weight
 
 
-def _softmax(wide: Float[Array, "N E"], picked: Bool[Array, "N E"] | Bool[Array, "1 E"]) -> Float[Array, "N E"]:
+def _softmax(wide: Float[Array, " E"], picked: Bool[Array, " E"]) -> Float[Array, " E"]:
     """Over the picked lanes; 0 in the others."""
-    top = jnp.max(jnp.where(picked, wide, -jnp.inf), axis=1)[:, None]
+    top = jnp.max(jnp.where(picked, wide, -jnp.inf), axis=0)
     powers = jnp.where(picked, jnp.exp(wide - top), 0.0)
-    return powers / jnp.sum(powers, axis=1)[:, None]
+    return powers / jnp.sum(powers, axis=0)
 
 
-def _scores(wide: Float[Array, "N E"], real: Bool[Array, "1 E"], spec: RouterSpec) -> Float[Array, "N E"]:
+def _scores(wide: Float[Array, " E"], real: Bool[Array, " E"], spec: RouterSpec) -> Float[Array, " E"]:
     if spec.scoring_func == "softmax":
         return _softmax(wide, real)
     return sigmoid(wide) if spec.scoring_func == "sigmoid" else wide
 
 
-def _clean(choice: Float[Array, "N E"], real: Bool[Array, "1 E"]) -> Float[Array, "N E"]:
+def _clean(choice: Float[Array, " E"], real: Bool[Array, " E"]) -> Float[Array, " E"]:
     """Finite choices, so that the ids of a row are distinct even where its logits are not numbers."""
     finite = jnp.minimum(jnp.maximum(jnp.where(choice == choice, choice, 0.0), _LEAST), -_LEAST)
     return jnp.where(real, finite, -jnp.inf)
 
 
-def _highest(values: Float[Array, "N E"], lanes: Int[Array, "1 E"]) -> tuple[Float[Array, "N 1"], Bool[Array, "N E"]]:
-    """The highest of each row, and the first lane that holds it."""
-    best = jnp.max(values, axis=1)[:, None]
-    return best, lanes == jnp.min(jnp.where(values == best, lanes, lanes.shape[1]), axis=1)[:, None]
+def _swap_order(bits: Int[Array, "*E"]) -> Int[Array, "*E"]:
+    """From the bits of float32 numbers to integers in their order, and back."""
+    return bits ^ ((bits >> 31) & _MAGNITUDE)
 
 
-def _keep_groups(choice: Float[Array, "N E"], lanes: Int[Array, "1 E"], spec: RouterSpec) -> Float[Array, "N E"]:
+def _to_keys(values: Float[Array, " E"]) -> Int[Array, " E"]:
+    """Integers in the order of the numbers; both zeros are equal. A warp finds its highest integer by one instruction,
+    and its highest float by ten."""
+    return _swap_order(jax.lax.bitcast_convert_type(jnp.where(values == 0.0, 0.0, values), jnp.int32))
+
+
+def _from_key(key: Int[Array, ""]) -> Float[Array, ""]:
+    return jax.lax.bitcast_convert_type(_swap_order(key), jnp.float32)
+
+
+def _highest(keys: Int[Array, " E"], lanes: Int[Array, " E"]) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """The highest key, and the first lane that has it."""
+    best = jnp.max(keys, axis=0)
+    return best, jnp.min(jnp.where(keys == best, lanes, lanes.shape[0]), axis=0)
+
+
+def _keep_groups(choice: Float[Array, " E"], lanes: Int[Array, " E"], spec: RouterSpec) -> Float[Array, " E"]:
     """Choices of the best groups; those of the others are less than any."""
     if spec.num_groups == spec.topk_group:
         return choice
-    group = lanes // (spec.num_experts // spec.num_groups)
-    ranks = jnp.full(choice.shape, -jnp.inf, jnp.float32)
+    size = spec.num_experts // spec.num_groups
+    group, keys, totals = lanes // size, _to_keys(choice), jnp.full(choice.shape, -jnp.inf, jnp.float32)
     for index in range(spec.num_groups):
-        own = jnp.where(group == index, choice, -jnp.inf)
+        own = jnp.where(group == index, keys, _TAKEN)
         best, first = _highest(own, lanes)
-        total = best
+        total = _from_key(best)
         for _ in range(spec.group_score_topk - 1):
-            own = jnp.where(first, -jnp.inf, own)
+            own = jnp.where(lanes == first, _TAKEN, own)
             best, first = _highest(own, lanes)
-            total = total + best
-        ranks = jnp.where(group == index, total, ranks)
-    keeps = jnp.zeros(choice.shape, jnp.bool_)
+            total = total + _from_key(best)
+        totals = jnp.where(group == index, total, totals)
+    keeps, keys = jnp.zeros(choice.shape, jnp.bool_), _to_keys(totals)
     for _ in range(spec.topk_group):
-        _, first = _highest(ranks, lanes)
-        is_best = group == jnp.sum(jnp.where(first, group, 0), axis=1)[:, None]
-        keeps, ranks = keeps | is_best, jnp.where(is_best, -jnp.inf, ranks)
+        _, first = _highest(keys, lanes)
+        is_best = group == first // size
+        keeps, keys = keeps | is_best, jnp.where(is_best, _TAKEN, keys)
     return jnp.where(keeps, choice, jnp.where(lanes < spec.num_experts, _OUTSIDE, -jnp.inf))
 
 
-def _ranks(left: Float[Array, "N E"], lanes: Int[Array, "1 E"], top_k: int) -> Int[Array, "N E"]:
-    """The rank of each lane among the chosen of its row, the highest first and the lowest id among equals; `top_k` for
-    the others. Lanes of -inf are never chosen."""
-    ranks = jnp.full(left.shape, top_k, jnp.int32)
+def _ranks(choice: Float[Array, " E"], lanes: Int[Array, " E"], top_k: int) -> Int[Array, " E"]:
+    """The rank of each lane among the chosen, the highest first and the lowest id among equals; `top_k` for the others.
+    Lanes of -inf are never chosen."""
+    keys, ranks = _to_keys(choice), jnp.full(choice.shape, top_k, jnp.int32)
     for k in range(top_k):
-        _, chosen = _highest(left, lanes)
-        ranks = jnp.where(chosen, k, ranks)
-        left = jnp.where(chosen, -jnp.inf, left)
+        _, first = _highest(keys, lanes)
+        ranks = jnp.where(lanes == first, k, ranks)
+        keys = jnp.where(lanes == first, _TAKEN, keys)
     return ranks
 
 
 def _weights(
-    wide: Float[Array, "N E"],
-    scores: Float[Array, "N E"],
-    slots: list[Bool[Array, "N E"]],
-    real: Bool[Array, "1 E"],
+    wide: Float[Array, " E"],
+    scores: Float[Array, " E"],
+    slots: list[Bool[Array, " E"]],
+    real: Bool[Array, " E"],
     spec: RouterSpec,
-) -> Float[Array, "N E"]:
+) -> Float[Array, " E"]:
     """Weights by lane; `slots` are the lanes of each slot."""
     if spec.scoring_func == "sparsemixer":
         values = _sparsemixer(wide, slots, real, spec.jitter_eps)
@@ -165,20 +177,19 @@ def _weights(
         if spec.scoring_func == "logits" or (spec.scoring_func == "softmax" and spec.renormalize):
             values = _softmax(wide, picked)
         elif spec.renormalize:
-            total = jnp.sum(jnp.where(picked, scores, 0.0), axis=1)[:, None]
-            values = scores / (total + spec.epsilon)
+            values = scores / (jnp.sum(jnp.where(picked, scores, 0.0), axis=0) + spec.epsilon)
         else:
             values = scores
     return values * spec.scale if spec.scale != 1.0 else values
 
 
 def _sparsemixer(
-    wide: Float[Array, "N E"], slots: list[Bool[Array, "N E"]], real: Bool[Array, "1 E"], jitter_eps: float
-) -> Float[Array, "N E"]:
+    wide: Float[Array, " E"], slots: list[Bool[Array, " E"]], real: Bool[Array, " E"], jitter_eps: float
+) -> Float[Array, " E"]:
     """As `sparsemixer_weights`."""
     left, values = jnp.where(real, wide, -jnp.inf), jnp.zeros(wide.shape, jnp.float32)
     for chosen in slots:
-        best = jnp.max(left, axis=1)[:, None]
+        best = jnp.max(left, axis=0)
         far = (best - wide) / jnp.maximum(jnp.abs(wide), best) > 2 * jitter_eps
         near = jnp.where(far & ~chosen, -jnp.inf, left)
         values = jnp.where(chosen, _softmax(near, near > -jnp.inf), values)
@@ -215,10 +226,8 @@ def route_rows(
     first_block, first_written = len(args), len(shapes)
     shapes += [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in blocks]
     args += blocks
-    rows = min(power_of_two(num_tokens), ROWS)
     static = _Static(
         spec=spec,
-        rows=rows,
         replays=routed is not None,
         blocks=len(blocks),
         shifted=biases.logits is not None,
@@ -227,9 +236,9 @@ def route_rows(
     weights, ids, *rest = pl.pallas_call(
         functools.partial(_route, static=static),
         shapes,
-        grid=(pl.cdiv(num_tokens, rows),),
+        grid=(num_tokens,),
         input_output_aliases={first_block + index: first_written + index for index in range(len(blocks))},
-        compiler_params=plgpu.CompilerParams(num_warps=rows, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="route",
     )(*args)
