@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import TypeVar
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,7 +23,13 @@ from routed_experts.server.errors import ApiError
 from routed_experts.server.limits import INLINE_BYTES, MAX_BACKLOG, ServerSettings
 from routed_experts.server.metrics.finished_request import FinishedRequest
 from routed_experts.server.protocol import StreamOptions
-from routed_experts.server.routing.response import check_list_format, payload_bytes, split_for_events, to_stored
+from routed_experts.server.routing.response import (
+    PromptRowsIn,
+    check_list_format,
+    payload_bytes,
+    split_for_events,
+    to_stored,
+)
 from routed_experts.server.routing_store import StoreEntry
 from routed_experts.server.sse import EventStream, RequestTimeout, StreamForm, run_until_disconnect
 from routed_experts.server.state import ServerState
@@ -62,6 +69,7 @@ class GenerationHandler(ABC):
         self._start_time = time.monotonic()
         self._first_token_s: dict[int, float] = {}  # by index of the request
         self._store_entry: StoreEntry | None = None
+        self._prompt_rows: RoutedExperts | None = None  # format list: those that are fields of the response
         self._is_closed = False
 
     @abstractmethod
@@ -131,12 +139,30 @@ class GenerationHandler(ABC):
         sequences = self._generation.sequences
         return next((index for index, sequence in enumerate(sequences) if sequence.num_tokens > 0), 0)
 
+    def _last_rows(self, index: int) -> RoutedExperts:
+        """Return the rows of a request's last output."""
+        sequence = self._generation.sequences[index]
+        return sequence.rows_of_prompt() if self._prompt_only else sequence.rows
+
+    def _prompt_rows_in(self, index: int) -> PromptRowsIn:
+        """Return where format list has the prompt rows of a request's last output. The response has those of the first
+        request with a token, and a choice has its own where they are others. Call it once an output."""
+        if self._requests[index].routed_experts.format != "list" or self._generation.sequences[index].num_tokens == 0:
+            return "nowhere"
+        rows = self._last_rows(index).prompt
+        if self._prompt_rows is None:
+            self._prompt_rows = rows
+            return "response"
+        first = self._prompt_rows
+        is_same = np.array_equal(rows.ids, first.ids) and np.array_equal(rows.known, first.known)
+        return "nowhere" if is_same or rows.num_rows == 0 else "choice"
+
     async def _render_rows(self, index: int, render: Callable[[RoutedExperts], _T]) -> list[_T]:
         """Return the rendered rows of a request's last output: one part, or several where streamed rows are large.
 
         They are counted and, if they will be fetched, stored. Large ones are rendered in a thread."""
         options, sequence = self._requests[index].routed_experts, self._generation.sequences[index]
-        record = sequence.rows_of_prompt() if self._prompt_only else sequence.rows
+        record = self._last_rows(index)
         if self._store_entry is not None:
             self._server.store.fill(self._store_entry, index, to_stored(sequence, record, owner=self._options.owner))
         parts = split_for_events(record, options)

@@ -89,16 +89,14 @@ class OpenAIHandler(GenerationHandler):
         ]
         self._created = int(time.time())
         self._encoded_rows: dict[int, str] = {}  # by choice
-        self._has_sent_prompt_rows = False  # format list: they are fields of the response, in its first chunk with rows
 
     async def _full_response(self) -> Response:
         async for index, output in self._generation.outputs():
             self._observe(index, output)
         bodies: list[dict[str, object]] = []
-        prompt_choice = self._prompt_choice()
-        response_fields = self._renderer.head(self._choices[prompt_choice], stream=False)
+        response_fields = self._renderer.head(self._choices[self._prompt_choice()], stream=False)
         for choice in self._choices:
-            (routing,) = await self._routing(choice, include_prompt_rows=choice.index == prompt_choice)
+            (routing,) = await self._routing(choice)
             self._note_rows(choice, routing)
             meta = {"meta_info": choice.meta_info()}  # in rows of form int32, too
             bodies.append({**self._renderer.full(choice), **self._renderer.finish(choice), **meta, **routing.choice})
@@ -129,9 +127,7 @@ class OpenAIHandler(GenerationHandler):
         """Return the chunks of one output: its text, rows that are streamed, the finish reason with the last rows."""
         routing: list[ResponseRouting] = []
         if choice.is_finished or (choice.request.routed_experts.stream and delta.token_ids):
-            has_prompt_rows = not self._has_sent_prompt_rows and choice.sequence.num_tokens > 0
-            routing = await self._routing(choice, include_prompt_rows=has_prompt_rows)
-            self._has_sent_prompt_rows |= has_prompt_rows
+            routing = await self._routing(choice)
         last = routing.pop() if choice.is_finished else None
         if last is not None and not choice.request.routed_experts.stream:
             self._note_rows(choice, last)
@@ -147,11 +143,12 @@ class OpenAIHandler(GenerationHandler):
             chunks.append(self._chunk(choice, {**ending, **self._renderer.finish(choice)}, fields))
         return chunks
 
-    async def _routing(self, choice: ChoiceState, *, include_prompt_rows: bool) -> list[ResponseRouting]:
+    async def _routing(self, choice: ChoiceState) -> list[ResponseRouting]:
         """Return the routing fields of a choice: one part, or several where streamed rows are large."""
         options, sequence = choice.request.routed_experts, choice.sequence
         if not options.enabled:
             return [ResponseRouting({}, {})]
+        prompt_rows_in = self._prompt_rows_in(choice.index)
 
         def render(rows: RoutedExperts) -> ResponseRouting:
             return routing_fields(
@@ -160,7 +157,7 @@ class OpenAIHandler(GenerationHandler):
                 aborted=sequence.num_tokens == 0,
                 url=ref_url(self._server.settings, self._options.request_id, choice.index),
                 meta=choice.meta_info(),
-                include_prompt_rows=include_prompt_rows,
+                prompt_rows_in=prompt_rows_in,
             )
 
         return await self._render_rows(choice.index, render)

@@ -1,14 +1,16 @@
 """The fields of a response that carry routed experts, and the defaults of each dialect.
 
 In /v1 the weight versions are in choices[i].meta_info beside rows. Rows in int32 and ref are there too; in npy they are
-fields of the choice; in list the prompt's rows are fields of the response and the others of the choice."""
+fields of the choice; in list the prompt's rows are fields of the response and the others of the choice. A choice whose
+prompt rows differ from those of the response has them itself: the weights may change between the choices of a prompt,
+and experts at their capacity turn tokens away."""
 
 import bisect
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import quote
 
 import numpy as np
@@ -27,6 +29,7 @@ from routed_experts.server.routing_store import StoredRows
 _DIALECTS: Mapping[str, tuple[bool, str]] = MappingProxyType(  # enabled, format
     {"sglang": (False, "int32"), "vllm021": (True, "list"), "vllm": (True, "npy")}
 )
+PromptRowsIn = Literal["response", "choice", "nowhere"]  # where format list has the prompt rows of a choice
 _NPY_HEADER_BYTES = 128  # of three dims
 _PACKED_KEYS_BYTES = 128  # of a packed payload without its data, at most
 _MAX_FLOAT_CHARS = 24  # of a float in JSON
@@ -110,16 +113,17 @@ def routing_fields(
     aborted: bool,
     url: str,
     meta: Mapping[str, object],
-    include_prompt_rows: bool,
+    prompt_rows_in: PromptRowsIn,
 ) -> ResponseRouting:
-    """Return rows in the fields where clients of their format look for them. `include_prompt_rows`: add the prompt rows
-    of format list, which a response has once. `meta`: further fields of `meta_info`, such as the weight versions."""
+    """Return rows in the fields where clients of their format look for them. `meta`: further fields of `meta_info`,
+    such as the weight versions."""
     is_ref = options.format == "ref"
     fields = encode_ref(record, url=url) if is_ref else encode_rows(record, options, aborted=aborted)
     if options.format in ("int32", "ref"):
         return ResponseRouting({"meta_info": {START_KEY: record.start, **fields, **meta}}, {})
     prompt_rows = {PROMPT_KEY: fields.pop(PROMPT_KEY)} if options.format == "list" else {}
-    return ResponseRouting({**fields, "meta_info": {**meta}}, prompt_rows if include_prompt_rows else {})
+    own = prompt_rows if prompt_rows_in == "choice" else {}
+    return ResponseRouting({**fields, **own, "meta_info": {**meta}}, prompt_rows if prompt_rows_in == "response" else {})
 
 
 def split_for_events(record: RoutedExperts, options: RoutingOptions) -> list[RoutedExperts]:

@@ -293,7 +293,7 @@ def _render(index: int, output: ScoreOutput, options: RoutingOptions, url: str) 
         aborted=False,
         url=url,
         meta=weights,
-        include_prompt_rows=True,
+        prompt_rows_in="response",
     )
     routing_meta = cast("dict[str, object]", routing.choice["meta_info"])
     return {**fields, **routing.choice, **routing.response, "meta_info": {**meta, **routing_meta}}

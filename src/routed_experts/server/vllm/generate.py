@@ -148,16 +148,14 @@ class TokensHandler(GenerationHandler):
         self._created = int(time.time())
         self._num_sent = [0] * len(requests)  # logprobs of earlier chunks
         self._has_sent_head = False  # fields of the response, in the first chunk
-        self._has_sent_prompt_rows = False  # format list: they are fields of the response
 
     async def _full_response(self) -> Response:
         async for index, output in self._generation.outputs():
             self._observe(index, output)
         choices: list[dict[str, object]] = []
         fields: dict[str, object] = {}
-        prompt_choice = self._prompt_choice()
         for index, sequence in enumerate(self._generation.sequences):
-            (routing,) = await self._routing(index, include_prompt_rows=index == prompt_choice)
+            (routing,) = await self._routing(index)
             choices.append(
                 {
                     **self._choice(index, sequence.token_ids, first_logprob=0),
@@ -195,9 +193,7 @@ class TokensHandler(GenerationHandler):
         is_finished = sequence.finish_reason is not None
         parts = [ResponseRouting({}, {})]
         if is_finished or (rows.stream and token_ids):
-            has_prompt_rows = not self._has_sent_prompt_rows and sequence.num_tokens > 0
-            parts = await self._routing(index, include_prompt_rows=has_prompt_rows)
-            self._has_sent_prompt_rows |= has_prompt_rows
+            parts = await self._routing(index)
         elif not token_ids:
             return []
         chunks: list[bytes] = []
@@ -214,7 +210,7 @@ class TokensHandler(GenerationHandler):
             chunks.append(event({**body, **part.response}))
         return chunks
 
-    async def _routing(self, index: int, *, include_prompt_rows: bool) -> list[ResponseRouting]:
+    async def _routing(self, index: int) -> list[ResponseRouting]:
         """Return the routing fields of a choice: one part, or several where streamed rows are large. Every choice has
         its weight versions, and what the placement of experts changed, in `meta_info`."""
         options, sequence = self._requests[index].routed_experts, self._generation.sequences[index]
@@ -223,6 +219,7 @@ class TokensHandler(GenerationHandler):
             meta |= exactness_fields(sequence.last)
         if not options.enabled:
             return [ResponseRouting({"meta_info": meta}, {})]
+        prompt_rows_in = self._prompt_rows_in(index)
 
         def render(rows: RoutedExperts) -> ResponseRouting:
             fields = routing_fields(
@@ -231,7 +228,7 @@ class TokensHandler(GenerationHandler):
                 aborted=sequence.num_tokens == 0,
                 url=ref_url(self._server.settings, self._options.request_id, index),
                 meta=meta,
-                include_prompt_rows=include_prompt_rows,
+                prompt_rows_in=prompt_rows_in,
             )
             return _narrowed(fields) if self._tokens_options.narrow else fields
 
