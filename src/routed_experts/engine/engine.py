@@ -641,7 +641,8 @@ class Engine:
 
         `mode`: "wait" lets started requests finish, and returns when they have; "retract" returns them to the queue
         with their tokens and rows, and frees their pages; "in_place" freezes them with their pages; "abort" ends every
-        request with what it has. Raises InvalidRequestError."""
+        request with what it has. While memory is released nothing runs, so "wait" returns at once, and what has started
+        ends once the memory is back. Raises InvalidRequestError."""
         self.thread.check_not_forked()
         self._admission.pause(mode)
 
@@ -930,7 +931,8 @@ def _check_rank(dist: DistConfig) -> None:
     """Raise ConfigError in a process that is to follow."""
     if not dist.is_leader:
         text = f"node_rank={dist.node_rank}: an Engine is process 0 of its group, and this process follows"
-        raise ConfigError(f"{text}; call routed_experts.follow(...) with the same arguments")
+        how = "with dist=DistConfig(nnodes=..., node_rank=..., dist_init_addr=...) and the other arguments as they are"
+        raise ConfigError(f"{text}; call routed_experts.follow(...) {how}")
 
 
 def _no_given_ids(args: ServerArgs, *, speculates: bool, group: LeadingGroup | None) -> str | None:

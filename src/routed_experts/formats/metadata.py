@@ -222,7 +222,8 @@ def to_record(
     )
     if metadata.sha256 is not None and metadata.sha256 != ids_sha256(record):
         raise RoutingFormatError(
-            f"ids have sha256 {ids_sha256(record)}; expected {metadata.sha256}: the payload was changed on its way"
+            f"ids have sha256 {ids_sha256(record)}; expected {metadata.sha256}: the payload was changed on its way, or "
+            "the prompt's rows are those of another choice"
         )
     return record
 
