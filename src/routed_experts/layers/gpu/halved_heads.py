@@ -21,9 +21,9 @@ from routed_experts.layers.gpu.blocks import load_or_zero
 from routed_experts.layers.gpu.kv_write import TokenSlots
 from routed_experts.layers.gpu.prepared_heads import HeadSizes, divide_by_kv_scale
 
-# Up to so many tokens of a step: heads of a block, its tokens, its warps. The first two rows are the best of 16, or within
-# 7 % of it, for 1, 16, 64 and 256 tokens of 32/4 heads of 128 on an H200, the last one the best of 24 for 16,384
-# tokens of 32/4 heads of 128, 64/8 of 64 and 96/8 of 128.
+# Up to so many tokens of a step: heads of a block, its tokens, its warps. On an H200 the first two rows are the best of
+# 16, or within 7 % of it, for 1, 16, 64 and 256 tokens of 32/4 heads of 128, and the last one is the best of 24 for
+# 16,384 tokens of 32/4 heads of 128, 64/8 of 64 and 96/8 of 128.
 _BLOCKS = ((32, 1, 2, 1), (2047, 1, 4, 4), (2**31, 2, 16, 4))
 Halves = tuple[Float[Array, "T h"], Float[Array, "T h"]]
 

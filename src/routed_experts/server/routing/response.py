@@ -122,8 +122,9 @@ def routing_fields(
     if options.format in ("int32", "ref"):
         return ResponseRouting({"meta_info": {START_KEY: record.start, **fields, **meta}}, {})
     prompt_rows = {PROMPT_KEY: fields.pop(PROMPT_KEY)} if options.format == "list" else {}
-    own = prompt_rows if prompt_rows_in == "choice" else {}
-    return ResponseRouting({**fields, **own, "meta_info": {**meta}}, prompt_rows if prompt_rows_in == "response" else {})
+    of_choice = prompt_rows if prompt_rows_in == "choice" else {}
+    of_response = prompt_rows if prompt_rows_in == "response" else {}
+    return ResponseRouting({**fields, **of_choice, "meta_info": {**meta}}, of_response)
 
 
 def split_for_events(record: RoutedExperts, options: RoutingOptions) -> list[RoutedExperts]:
