@@ -98,8 +98,9 @@ class RequestOutput:
     @functools.cached_property
     def prompt_routed_experts(self) -> Int16[np.ndarray, "P M K"] | None:
         """Rows of the prompt's tokens from the requested start on, of the first choice that has them: one that was
-        aborted before its first token has none. Those of another choice (outputs[i].prompt_routed_experts) differ where the
-        weights changed in between, or experts at their capacity turned tokens away. Raises as routed_experts does."""
+        aborted before its first token has none. Those of another choice (outputs[i].prompt_routed_experts) differ where
+        the weights changed in between, or experts at their capacity turned tokens away. Raises as routed_experts
+        does."""
         rows = [output.record.prompt for output in self.outputs if output.record is not None]
         return None if not rows else _as_int16(next((record for record in rows if record.num_rows), rows[0]))
 

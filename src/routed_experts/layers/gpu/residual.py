@@ -38,8 +38,8 @@ class _Norm:
 
 
 def _warps(dim: int) -> int:
-    """Of a block that has a whole row. The best of 5 on an H200, or within 10 % of it, for rows of 1024, 2048, 2880, 4096
-    and 7168 numbers, with 1 and 64 rows."""
+    """Of a block that has a whole row. The best of 5 on an H200, or within 6 % of it, for rows of 1024, 2048, 2880,
+    4096 and 7168 numbers, with 1 and 64 rows."""
     lanes = power_of_two(dim)
     return 16 if lanes > 4096 else max(4, lanes // 128)
 
