@@ -5,7 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from routed_experts.layers.gpu.router import route_rows
+from routed_experts.layers.native.ops import native_router
 from routed_experts.layers.routing import LayerRouting, RouterSpec, replay_topk
+from routed_experts.layers.tpu.router import fused_router
 from support import fast_compile
 
 ROUTE = jax.jit(replay_topk, static_argnames="spec")
@@ -57,10 +60,20 @@ def test_live_routing_is_the_law_with_ties_to_the_lower_id(shape, renormalize):
     assert (routing.ids.dtype, routing.weights.dtype) == (jnp.int32, jnp.float32)
 
 
-def test_both_zeros_are_a_tie():
+ROUTERS = {
+    "array code": lambda logits, spec: replay_topk(logits, None, spec=spec),
+    "C++": lambda logits, spec: native_router(logits, None, None, jnp.int32(0), spec=spec)[0],
+    "GPU": lambda logits, spec: route_rows(logits, None, None, jnp.int32(0), spec, interpret=True)[0],
+    "TPU": lambda logits, spec: fused_router(logits, None, None, jnp.int32(0), spec=spec, interpret=True)[0],
+}
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_both_zeros_are_a_tie(router):
     spec = RouterSpec(num_experts=4, top_k=2, renormalize=True, scoring_func="logits")
     logits = jnp.asarray([[-0.0, 0.0, -1.0, -0.0], [-1.0, -0.0, 0.0, 0.0], [1.0, -0.0, 0.0, -2.0]], jnp.float32)
-    assert ROUTE(logits, None, spec=spec).ids.tolist() == [[0, 1], [1, 2], [0, 1]]
+    routing = jax.jit(lambda logits: ROUTERS[router](logits, spec))(logits)
+    assert routing.ids.tolist() == [[0, 1], [1, 2], [0, 1]]
 
 
 @pytest.mark.parametrize("renormalize", [True, False])

@@ -139,13 +139,6 @@ def test_logits_that_are_no_numbers_still_choose_distinct_experts(replays):
     assert np.isnan(np.asarray(routing.weights)[1]).all()
 
 
-def test_both_zeros_are_a_tie():
-    spec = RouterSpec(num_experts=4, top_k=2, renormalize=True, scoring_func="logits")
-    logits = jnp.asarray([[-0.0, 0.0, -1.0, -0.0], [-1.0, -0.0, 0.0, 0.0], [1.0, -0.0, 0.0, -2.0]], jnp.float32)
-    routing, _ = route_rows(logits, None, None, jnp.int32(0), spec, interpret=True)
-    assert routing.ids.tolist() == [[0, 1], [1, 2], [0, 1]]
-
-
 @pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize(("name", "lengths"), [("mixed", (40, 20, 33)), ("decay", (40, 20, 33)), ("decay", (1, 1, 1))])
 def test_a_token_that_is_not_finite_spoils_its_request_from_there_on(name, lengths, by_channel):

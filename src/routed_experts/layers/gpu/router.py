@@ -114,7 +114,7 @@ def _swap_order(bits: Int[Array, "*E"]) -> Int[Array, "*E"]:
 
 def _to_keys(values: Float[Array, " E"]) -> Int[Array, " E"]:
     """Integers in the order of the numbers; both zeros are equal. A warp finds its highest integer by one instruction,
-    and its highest float by ten."""
+    and its highest float by five exchanges of lanes."""
     return _swap_order(jax.lax.bitcast_convert_type(jnp.where(values == 0.0, 0.0, values), jnp.int32))
 
 

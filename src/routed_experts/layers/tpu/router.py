@@ -5,8 +5,8 @@ Everything is token-minor, [K, N]: a token is a lane, so the choice runs over su
 block [M*K, N] are whole tiles. The block is aliased to the output, and a layer's write is part of the kernel:
 capture adds no operation to a layer. A window of rows is a tile of 8 where K divides 8, and whole tiles where 8
 divides K; for any other K the ids are written by an operation of its own. Scores are compared as whole numbers in the
-same order, NaN as the greatest: as in lax.top_k, so a row of NaN still names K experts. Dims: N tokens, E experts, M
-MoE layers, K experts per token, G groups, T tokens of a tile."""
+same order, both zeros as one and NaN as the greatest, so a row of NaN still names K experts. Dims: N tokens, E experts,
+M MoE layers, K experts per token, G groups, T tokens of a tile."""
 
 import dataclasses
 import functools
@@ -182,8 +182,8 @@ def _sparsemixer_weights(logits: Float[Array, "E T"], ids: Int[Array, "K T"], ji
 
 
 def _ranks(values: Float[Array, "X T"]) -> Int[Array, "X T"]:
-    """Whole numbers in the order of the values, as lax.top_k has it: -0 before 0, NaN last."""
-    bits = lax.bitcast_convert_type(values, jnp.int32)
+    """Whole numbers in the order of the values; both zeros are equal, NaN is the greatest."""
+    bits = lax.bitcast_convert_type(jnp.where(values == 0.0, 0.0, values), jnp.int32)
     ordered = jnp.where(bits < 0, bits ^ GREATEST, bits)
     return jnp.where(jnp.isnan(values), GREATEST, ordered)
 
