@@ -22,7 +22,7 @@ from routed_experts.layers.kv_format import KV_CODES, from_stored, to_stored
 from routed_experts.layers.native import toolchain
 from routed_experts.layers.native.ops import native_attention, native_qk_norm_rope, native_variant, native_write
 from routed_experts.layers.paged_attend import PagedAttend
-from routed_experts.layers.rotary import rotary_cos_sin
+from support.head_angles import head_cos_sin
 from support.kernels import ATTENTION
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -189,7 +189,7 @@ def test_the_native_write_of_prepared_keys_rounds_what_a_pool_of_floats_holds():
     tokens, dim = step.queries.shape[0], step.queries.shape[2]
     qkv = jnp.asarray(rng.standard_normal((tokens, (heads + 2 * groups) * dim)), jnp.float32)
     norms = jnp.asarray(rng.standard_normal((2, 3, dim)), jnp.float32)
-    cos, sin = rotary_cos_sin(step.batch.positions, head_dim=dim, theta=1e4)
+    cos, sin = head_cos_sin(step.batch.positions, head_dim=dim, theta=1e4)
     projected = FusedQKV(qkv=qkv, q_norm=norms[0], k_norm=norms[1], layer=jnp.int32(2), cos=cos, sin=sin, eps=1e-6)
     run = jax.jit(lambda pool: native_qk_norm_rope(projected, pool, jnp.int32(step.first_page), step.batch))
     floats, codes = (run(pool) for pool in (jnp.asarray(step.pool), STORE(jnp.asarray(step.pool))))

@@ -37,9 +37,10 @@ from routed_experts.layers.native.ops import (
 )
 from routed_experts.layers.native.toolchain import Bf16Gains
 from routed_experts.layers.norm import rms_norm
-from routed_experts.layers.rotary import apply_rotary, rotary_cos_sin
+from routed_experts.layers.rotary import apply_rotary
 from routed_experts.layers.routing import LayerRouting, RouterSpec, RoutingBlock, replay_topk
 from support.bf16_products import has_tiles, products_as_if
+from support.head_angles import head_cos_sin
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
@@ -246,7 +247,7 @@ def test_prepare_equals_norm_rotary_and_write(dtype, heads, groups):
     tokens, dim = step.queries.shape[0], step.queries.shape[2]
     qkv = jnp.asarray(rng.standard_normal((tokens, (heads + 2 * groups) * dim)), dtype)
     norms = jnp.asarray(rng.standard_normal((2, 3, dim)), dtype)
-    cos, sin = rotary_cos_sin(step.batch.positions, head_dim=dim, theta=1e4)
+    cos, sin = head_cos_sin(step.batch.positions, head_dim=dim, theta=1e4)
     pool, first = jnp.asarray(step.pool), jnp.int32(step.first_page)
     projected = FusedQKV(qkv=qkv, q_norm=norms[0], k_norm=norms[1], layer=jnp.int32(2), cos=cos, sin=sin, eps=1e-6)
     queries, written = jax.jit(

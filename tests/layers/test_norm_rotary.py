@@ -14,12 +14,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 )
 
 from routed_experts.layers.norm import rms_norm
-from routed_experts.layers.rotary import apply_rotary, rotary_cos_sin
+from routed_experts.layers.rotary import apply_rotary
+from support.head_angles import head_cos_sin
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 NORM = jax.jit(rms_norm, static_argnames="eps")
-ANGLES = jax.jit(rotary_cos_sin, static_argnames=("head_dim", "theta"))
+ANGLES = jax.jit(head_cos_sin, static_argnames=("head_dim", "theta"))
 ROTATE = jax.jit(apply_rotary)
 RNG = np.random.default_rng
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

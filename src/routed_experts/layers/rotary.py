@@ -46,14 +46,3 @@ class RotarySpec:
             low, high = jnp.split(wide, 2, axis=-1)
             rotated = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
         return jnp.concatenate([rotated.astype(x.dtype), rest], axis=-1) if rest.shape[-1] else rotated.astype(x.dtype)
-
-
-def rotary_cos_sin(
-    positions: Int[Array, " N"], *, head_dim: int, theta: float
-) -> tuple[Float[Array, "N C"], Float[Array, "N C"]]:
-    """Give float32 cosines and sines of every position, for `apply_rotary`; each of the C/2 frequencies is there
-    twice."""
-    inverse = 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    angles = positions.astype(jnp.float32)[:, None] * inverse
-    angles = jnp.concatenate([angles, angles], axis=-1)
-    return jnp.cos(angles), jnp.sin(angles)

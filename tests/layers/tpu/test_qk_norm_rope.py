@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from routed_experts.layers.attention import FusedQKV, PagedBatch
-from routed_experts.layers.rotary import RotarySpec, rotary_cos_sin
+from routed_experts.layers.rotary import RotarySpec
 from routed_experts.layers.stack_traits import StackTraits
 from routed_experts.layers.tpu.qk_norm_rope import TOKEN_TILE, prepare, prepare_plainly
+from support.head_angles import head_cos_sin
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
@@ -49,7 +50,7 @@ def make(requests, *, heads, groups, head_dim, padded, dtype=jnp.float32, seed=0
     )
     norms = np.full((2, LAYERS, head_dim), np.nan, np.float32)
     norms[:, 1] = 1 + 0.3 * rng.standard_normal((2, head_dim))
-    cos, sin = rotary_cos_sin(batch.positions, head_dim=head_dim, theta=1e4)
+    cos, sin = head_cos_sin(batch.positions, head_dim=head_dim, theta=1e4)
     qkv = jnp.asarray(rng.standard_normal((padded, (heads + 2 * groups) * head_dim)), dtype)
     q_norm, k_norm = (jnp.asarray(norm, dtype) for norm in norms)
     projected = FusedQKV(
