@@ -1,24 +1,23 @@
-"""The protocols of a decoder layer's parts, and the context that they are called with.
+"""What the parts of a decoder layer are called with: the context of a step, rows to replay, and a checkpoint's names.
 
-A part is a frozen value, static under jit: it names its arrays (`weights`), the tensors that fill them
-(`sources`), and computes (`run`) from LayerParams. Dims: N tokens, F frequencies, D hidden, K experts per token."""
+A part is a frozen value, static under jit. A mixer (attention, or a recurrence) mixes tokens, and a feed-forward part
+(one network, or a choice of experts) works on each. Both say what kernels must do for them (`stack_needs`), name their
+arrays (`weights`) and the tensors that fill them (`sources`), give one device's share of themselves (`shard`), and
+compute from LayerParams (`run`; a mixer's `mix` is all of it but the projection `out`). Dims: N tokens, F frequencies,
+D hidden, K experts per token."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from routed_experts.capture.device_cache import RoutedExpertsDeviceCache
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.rotary import RotarySpec
 from routed_experts.layers.routing import LayerRouting
 from routed_experts.models.base.interface import AttentionFn, RecurrentFn, SequenceOps
-from routed_experts.models.base.partitioning import ParallelConfig
 from routed_experts.models.base.weight_source import WeightSource
-from routed_experts.models.decoder.layer_params import LayerParams, ParamSpec
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,51 +93,3 @@ class CheckpointScope:
             offset=offset,
             optional=optional,
         )
-
-
-class Mixer(Protocol):
-    """Mixes tokens: attention of some kind. `shard`: one device's share of it. `run` is `mix`, then the projection
-    `out`."""
-
-    @property
-    def stack_needs(self) -> frozenset[str]: ...
-
-    def shard(self, parallel: ParallelConfig) -> "Mixer": ...
-
-    def weights(self, hidden: int) -> tuple[ParamSpec, ...]: ...
-
-    def sources(self, hidden: int, scope: CheckpointScope) -> Iterator[WeightSource]: ...
-
-    def mix(
-        self, x: Float[Array, "N D"], params: LayerParams, step: LayerContext, cache: Any, layer: Int[Array, ""]
-    ) -> tuple[Float[Array, "N O"], Any]: ...
-
-    def run(
-        self, x: Float[Array, "N D"], params: LayerParams, step: LayerContext, cache: Any, layer: Int[Array, ""]
-    ) -> tuple[Float[Array, "N D"], Any]: ...
-
-
-class FeedForward(Protocol):
-    """Works on each token: one network, or a choice of experts. `shard`: one device's share of it. `reads_stream`: its
-    input is the stream itself, which it norms by `post_norm` where it needs to."""
-
-    @property
-    def stack_needs(self) -> frozenset[str]: ...
-
-    @property
-    def reads_stream(self) -> bool: ...
-
-    def shard(self, parallel: ParallelConfig) -> "FeedForward": ...
-
-    def weights(self, hidden: int) -> tuple[ParamSpec, ...]: ...
-
-    def sources(self, hidden: int, scope: CheckpointScope) -> Iterator[WeightSource]: ...
-
-    def run(
-        self,
-        x: Float[Array, "N D"],
-        params: LayerParams,
-        step: LayerContext,
-        replay: ReplayInputs | None,
-        capture: RoutedExpertsDeviceCache | None,
-    ) -> tuple[Float[Array, "N D"], RoutedExpertsDeviceCache | None]: ...
