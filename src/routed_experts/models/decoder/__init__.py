@@ -4,7 +4,7 @@ family_config.py   FamilyConfig: every layer as a LayerSpec (mixer and feed-forw
 decoder.py         FamilyDecoder, which runs a FamilyConfig
 grouped_attention.py, latent_attention.py, delta_attention.py   the mixers
 feed_forward.py    Dense and Sparse; sparse_block.py: route, record, run experts; expert_names.py: tensor names
-layer_parts.py     the protocols of these parts; layer_params.py: their parameters inside a scan
+layer_parts.py     what these parts are called with; layer_params.py: their parameters inside a scan
 fused_path.py      a block of layers in one kernel or in few, where kernels have the features that the layers need
 fused_layers.py    MoE layers in few kernels; layer_counts.py: the numbers of layers in the cache and in the record
 replica_maps.py    experts placed on devices"""
