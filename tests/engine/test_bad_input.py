@@ -544,7 +544,10 @@ def test_weights_that_are_integers_are_refused(tmp_path):
         ({"torchao_config": "int8wo"}, "torchao_config='int8wo' is refused: quantised checkpoints are recognised by"),
         ({"quantization": "awq"}, "quantization='awq' is unknown; choose one of auto, none, fp8_block"),
         ({"max_num_seqs": 4, "max_running_requests": 4}, "max_num_seqs and max_running_requests are one parameter"),
-        ({"nnodes": 2, "node_rank": 1, "dist_init_addr": "h:1"}, "node_rank=1: an Engine is process 0 of its group"),
+        (
+            {"nnodes": 2, "node_rank": 1, "dist_init_addr": "h:1"},
+            "call routed_experts.follow(...) with dist=DistConfig(nnodes=..., node_rank=..., ",
+        ),
         ({"device": "cuda"}, "device='cuda', but the default devices of JAX here are of the platform 'cpu'"),
         ({"device": "npu"}, "device='npu' is unknown; choose one of auto, cpu, cuda, rocm, tpu"),
         ({"random_seed": -1}, "random_seed=-1"),

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from routed_experts.layers.balanced_selection.capacity_routing import Capacities, reroute_topk
 from routed_experts.layers.gpu.router import route_rows
 from routed_experts.layers.native.ops import native_router
 from routed_experts.layers.routing import LayerRouting, RouterSpec, replay_topk
@@ -64,13 +65,26 @@ ROUTERS = {
     "array code": lambda logits, spec: replay_topk(logits, None, spec=spec),
     "C++": lambda logits, spec: native_router(logits, None, None, jnp.int32(0), spec=spec)[0],
     "GPU": lambda logits, spec: route_rows(logits, None, None, jnp.int32(0), spec, interpret=True)[0],
+    "capacities": lambda logits, spec: reroute_topk(
+        logits,
+        jnp.ones(3, bool),
+        Capacities(jnp.arange(4, dtype=jnp.int32)[:, None], jnp.asarray([1, 0], jnp.int32)),
+        spec,
+        None,
+        num_instances=4,
+        drops=False,
+    )[0],
     "TPU": lambda logits, spec: fused_router(logits, None, None, jnp.int32(0), spec=spec, interpret=True)[0],
 }
 
 
+@pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("router", ROUTERS)
-def test_both_zeros_are_a_tie(router):
-    spec = RouterSpec(num_experts=4, top_k=2, renormalize=True, scoring_func="logits")
+def test_both_zeros_are_a_tie(router, groups):
+    """Also between groups of one expert."""
+    spec = RouterSpec(
+        num_experts=4, top_k=2, renormalize=True, scoring_func="logits", num_groups=groups, topk_group=min(groups, 2)
+    )
     logits = jnp.asarray([[-0.0, 0.0, -1.0, -0.0], [-1.0, -0.0, 0.0, 0.0], [1.0, -0.0, 0.0, -2.0]], jnp.float32)
     routing = jax.jit(lambda logits: ROUTERS[router](logits, spec))(logits)
     assert routing.ids.tolist() == [[0, 1], [1, 2], [0, 1]]
@@ -179,3 +193,18 @@ def test_a_row_of_nan_names_real_and_distinct_experts_and_harms_no_other_row():
     assert len(set(row.tolist())) == 4 and row.min() >= 0 and row.max() < 16
     for n in (0, 2):
         assert np.array_equal(routing.ids[n], clean.ids[n]) and np.array_equal(routing.weights[n], clean.weights[n])
+
+
+@pytest.mark.parametrize("router", ["array code", "GPU", "TPU"])
+def test_a_replayed_id_that_is_no_expert_has_a_weight_of_nan(router):
+    spec = RouterSpec(num_experts=5, top_k=2, renormalize=True)
+    logits = jnp.asarray(np.random.default_rng(3).standard_normal((3, 5)), jnp.float32)
+    routed = LayerRouting(jnp.asarray([[1, 5], [0, 2], [7, 9]], jnp.uint8), jnp.asarray([True, True, False]))
+    run = {
+        "array code": lambda: replay_topk(logits, routed, spec=spec),
+        "GPU": lambda: route_rows(logits, routed, None, jnp.int32(0), spec, interpret=True)[0],
+        "TPU": lambda: fused_router(logits, routed, None, jnp.int32(0), spec=spec, interpret=True)[0],
+    }[router]
+    routing = jax.jit(run)()
+    assert np.isnan(routing.weights[0, 1]) and np.isfinite(routing.weights[1:]).all()
+    assert routing.ids[:2].tolist() == [[1, 5], [0, 2]]

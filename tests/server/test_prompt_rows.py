@@ -77,21 +77,28 @@ def pushed_between(engine, folders, call):
         return result.result(60)
 
 
-def post(server, path, n, *, streamed=False):
-    """The response, or what the chunks of a stream make together."""
-    body = {**BODIES[path], "return_routed_experts": True, "routed_experts_format": "list", "stream": streamed}
-    sampling = body.get("sampling_params", body)
-    if sampling is not body:
-        body["sampling_params"] = {**sampling, "n": n}
+def answers(server, path, n, *, stream=False, **options):
+    """The response, or the chunks of a stream."""
+    body = {**BODIES[path], "return_routed_experts": True, "routed_experts_format": "list", "stream": stream, **options}
+    if "sampling_params" in body:
+        body["sampling_params"] = {**body["sampling_params"], "n": n}
     else:
         body["n"] = n
     response = server.client.post(path, json=body)
     assert response.status_code == 200, response.text
+    if not stream:
+        return [response.json()]
+    lines = response.text.splitlines()
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+
+
+def post(server, path, n, *, streamed=False):
+    """The response, or what the chunks of a stream make together."""
+    parts = answers(server, path, n, stream=streamed)
     if not streamed:
-        return response.json()
-    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
+        return parts[0]
     whole = {"choices": [{"token_ids": []} for _ in range(n)]}
-    for chunk in map(json.loads, lines):
+    for chunk in parts:
         whole |= {key: value for key, value in chunk.items() if key != "choices"}
         for part in chunk["choices"]:
             choice = whole["choices"][part["index"]]
@@ -117,6 +124,52 @@ def test_a_choice_of_other_weights_has_its_own_prompt_rows(server, engine, folde
     assert whole["prompt_routed_experts"] == before.prompt.ids.tolist()
     assert whole["choices"][1]["prompt_routed_experts"] == after.prompt.ids.tolist()
     assert "prompt_routed_experts" not in whole["choices"][0]
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_streamed_rows_of_a_choice_of_other_weights_begin_with_its_own_prompt_rows(server, engine, folders, path):
+    engine.update_weights_from_disk(str(folders[0]))
+    before = record_from_response(post(server, path, 1))
+    chunks = pushed_between(engine, folders, lambda: answers(server, path, 2, stream=True, routed_experts_stream=True))
+    after = record_from_response(post(server, path, 1))
+    for index, expected in enumerate((before, after)):
+        own = [chunk for chunk in chunks if [choice["index"] for choice in chunk["choices"]] == [index]]
+        holders = [chunk for chunk in own if "routed_experts_info" in chunk["choices"][0]]
+        pieces = [
+            record_from_response({**chunk, "choices": [{**chunk["choices"][0], "index": 0}]}) for chunk in holders
+        ]
+        assert np.array_equal(pieces[0].ids, expected.prompt.ids), "the prompt's rows come with the first token"
+        assert [piece.start for piece in pieces[1:]] == list(range(after.num_prompt_tokens, after.num_tokens - 1))
+        fields = [("prompt_routed_experts" in chunk, "prompt_routed_experts" in chunk["choices"][0]) for chunk in own]
+        assert [pair for pair in fields if any(pair)] == [(index == 0, index == 1)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+def test_choices_that_end_before_their_first_token_have_no_prompt_rows(server, engine, path, stream):
+    engine.pause(mode="in_place")
+    try:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            result = pool.submit(answers, server, path, 2, stream=stream)
+            while on_engine_thread(engine, lambda core: core.request_table.num_live) < 2:
+                assert not result.done(), result
+            engine.abort(abort_all=True)
+            engine.resume()
+            parts = result.result(60)
+    finally:
+        engine.resume()
+    fields = [part["prompt_routed_experts"] for part in parts if "prompt_routed_experts" in part]
+    assert fields == ([] if stream else [None])
+    assert not any("prompt_routed_experts" in choice for part in parts for choice in part["choices"])
+
+
+def test_prompts_alone_share_their_rows(server):
+    body = {"prompt": IDS, "n": 2, "max_tokens": 0, "temperature": 0}
+    options = {"return_routed_experts": True, "routed_experts_format": "list"}
+    whole = server.post("/v1/completions", {**body, **options}).json()
+    records = [record_from_response(whole, choice) for choice in range(2)]
+    assert records[0].num_rows == len(IDS) and np.array_equal(records[0].ids, records[1].ids)
+    assert all("prompt_routed_experts" not in choice for choice in whole["choices"])
 
 
 def test_each_output_of_the_llm_has_its_own_prompt_rows(folders):

@@ -378,7 +378,8 @@ def test_rows_that_are_streamed_come_with_their_tokens_and_join_to_the_whole(ser
         own = [chunk for chunk in chunks if chunk["choices"][0]["index"] == index]
         holders = [chunk for chunk in own if "routed_experts_info" in json.dumps(chunk)]
         if form == "list":
-            lent = next(chunk["prompt_routed_experts"] for chunk in chunks if chunk.get("prompt_routed_experts"))
+            assert all("prompt_routed_experts" not in chunk["choices"][0] for chunk in chunks)
+            (lent,) = (chunk["prompt_routed_experts"] for chunk in chunks if "prompt_routed_experts" in chunk)
             holders[0]["prompt_routed_experts"] = lent  # it comes once, with the first choice
         pieces = [
             record_from_response({**chunk, "choices": [{**chunk["choices"][0], "index": 0}]}) for chunk in holders

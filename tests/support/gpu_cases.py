@@ -191,7 +191,10 @@ def router_case(seed, rows, experts, top_k, flags, law="softmax") -> Case:
     def run(interpret: bool) -> Outcome:
         rng = np.random.default_rng(seed)
         logits = rng.standard_normal((rows, experts)) * 3
-        logits = jnp.asarray(np.round(logits) if ties else logits, jnp.float32)
+        if ties:  # most choices are zeros of either sign
+            logits = np.minimum(np.round(logits), 0)
+            logits[logits == 0] = rng.choice([-0.0, 0.0], np.count_nonzero(logits == 0))
+        logits = jnp.asarray(logits, jnp.float32)
         block = empty_block(3 * top_k, rows) if captured else None
         replayed_ids = random_ids(rng, rows, experts, top_k, "").astype(np.uint16)
         routed = LayerRouting(jnp.asarray(replayed_ids), jnp.asarray(rng.random(rows) < 0.5)) if replays else None

@@ -117,9 +117,7 @@ def replay_topk(
     assert (bias is not None) == spec.biased, "a selection bias and RouterSpec.biased belong together"
     wide = logits.astype(jnp.float32)
     scores = _scores(wide, spec)
-    choice = jax.lax.stop_gradient(scores if bias is None else scores + bias.astype(jnp.float32))
-    choice = jnp.where(choice == 0.0, 0.0, choice)  # both zeros are equal, where top_k puts the negative one last
-    _, native = jax.lax.top_k(keep_groups(choice, spec), spec.top_k)
+    _, native = jax.lax.top_k(_choice(scores, bias, spec), spec.top_k)
     native = native.astype(jnp.int32)
     if routed is None:
         ids, replaced = native, jnp.zeros(logits.shape[0], bool)
@@ -144,8 +142,13 @@ def selection_scores(
     logits: Float[Array, "N E"], *, spec: RouterSpec, bias: Float[Array, " E"] | None = None
 ) -> Float[Array, "N E"]:
     """The c that experts are chosen by, float32 and without gradient."""
-    scores = _scores(logits.astype(jnp.float32), spec)
-    return jax.lax.stop_gradient(keep_groups(scores if bias is None else scores + bias.astype(jnp.float32), spec))
+    return _choice(_scores(logits.astype(jnp.float32), spec), bias, spec)
+
+
+def _choice(scores: Float[Array, "N E"], bias: Float[Array, " E"] | None, spec: RouterSpec) -> Float[Array, "N E"]:
+    """The same of scores. Both zeros become one: top_k would put the negative one last."""
+    choice = jax.lax.stop_gradient(scores if bias is None else scores + bias.astype(jnp.float32))
+    return keep_groups(jnp.where(choice == 0.0, 0.0, choice), spec)
 
 
 def router_probabilities(logits: Float[Array, "N E"], *, spec: RouterSpec) -> Float[Array, "N E"]:

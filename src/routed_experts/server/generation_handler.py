@@ -139,30 +139,27 @@ class GenerationHandler(ABC):
         sequences = self._generation.sequences
         return next((index for index, sequence in enumerate(sequences) if sequence.num_tokens > 0), 0)
 
-    def _last_rows(self, index: int) -> RoutedExperts:
-        """Return the rows of a request's last output."""
-        sequence = self._generation.sequences[index]
-        return sequence.rows_of_prompt() if self._prompt_only else sequence.rows
-
-    def _prompt_rows_in(self, index: int) -> PromptRowsIn:
-        """Return where format list has the prompt rows of a request's last output. The response has those of the first
-        request with a token, and a choice has its own where they are others. Call it once an output."""
-        if self._requests[index].routed_experts.format != "list" or self._generation.sequences[index].num_tokens == 0:
-            return "nowhere"
-        rows = self._last_rows(index).prompt
-        if self._prompt_rows is None:
+    def _assign_prompt_rows(self, index: int) -> PromptRowsIn | None:
+        """Return the fields that have the prompt rows of a request's last output in format list. The response has those
+        of the first request with a token, from here on, and a choice has its own where they differ; where no request
+        has a token, a full response has null."""
+        request, sequence = self._requests[index], self._generation.sequences[index]
+        if request.routed_experts.format != "list":
+            return None
+        if sequence.num_tokens == 0:
+            return "response" if index == self._prompt_choice() and not request.stream else None
+        rows, first = sequence.rows.prompt, self._prompt_rows
+        if first is None:
             self._prompt_rows = rows
             return "response"
-        first = self._prompt_rows
-        is_same = np.array_equal(rows.ids, first.ids) and np.array_equal(rows.known, first.known)
-        return "nowhere" if is_same or rows.num_rows == 0 else "choice"
+        return None if rows.num_rows == 0 or np.array_equal(rows.ids, first.ids) else "choice"
 
     async def _render_rows(self, index: int, render: Callable[[RoutedExperts], _T]) -> list[_T]:
         """Return the rendered rows of a request's last output: one part, or several where streamed rows are large.
 
         They are counted and, if they will be fetched, stored. Large ones are rendered in a thread."""
         options, sequence = self._requests[index].routed_experts, self._generation.sequences[index]
-        record = self._last_rows(index)
+        record = sequence.rows_of_prompt() if self._prompt_only else sequence.rows
         if self._store_entry is not None:
             self._server.store.fill(self._store_entry, index, to_stored(sequence, record, owner=self._options.owner))
         parts = split_for_events(record, options)

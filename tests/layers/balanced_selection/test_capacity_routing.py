@@ -50,9 +50,8 @@ def program(name, drops):
 def batch(name, seed):
     rng = np.random.default_rng(seed)
     logits = (rng.normal(size=(TOKENS, EXPERTS)) + 2 * rng.normal(size=EXPERTS)).astype(np.float32)
-    logits[rng.random(TOKENS) < 0.2] = (
-        np.round(logits[0]) + 0.0
-    )  # no -0.0, which is below 0.0; ties, and many tokens that prefer the same experts
+    # ties, zeros of either sign, and many tokens that prefer the same experts
+    logits[rng.random(TOKENS) < 0.2] = np.round(logits[0])
     valid = np.arange(TOKENS) < TOKENS - seed % 5
     bias = rng.normal(size=EXPERTS).astype(np.float32) * 0.1 if SPECS[name].biased else None
     return logits, valid, bias, replica_table(rng, EXPERTS, INSTANCES, 3)

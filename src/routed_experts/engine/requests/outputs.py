@@ -71,8 +71,8 @@ class CompletionOutput:
 
     @functools.cached_property
     def prompt_routed_experts(self) -> Int16[np.ndarray, "P M K"] | None:
-        """Rows of the prompt's tokens from the requested start on, as this choice was prefilled. Raises as
-        routed_experts does."""
+        """Rows of the prompt's tokens from the requested start on, as this choice was prefilled; None without a record.
+        Raises as routed_experts does."""
         return None if self.record is None else _as_int16(self.record.prompt)
 
     @functools.cached_property
@@ -98,9 +98,8 @@ class RequestOutput:
     @functools.cached_property
     def prompt_routed_experts(self) -> Int16[np.ndarray, "P M K"] | None:
         """Rows of the prompt's tokens from the requested start on, of the first choice that has them: one that was
-        aborted before its first token has none. Those of another choice (outputs[i].prompt_routed_experts) differ where
-        the weights changed in between, or experts at their capacity turned tokens away. Raises as routed_experts
-        does."""
+        aborted before its first token has none. Those of another choice, outputs[i].prompt_routed_experts, may differ:
+        by other weights, by capacities, or by rounding in a batch of another shape. Raises as routed_experts does."""
         rows = [output.record.prompt for output in self.outputs if output.record is not None]
         return None if not rows else _as_int16(next((record for record in rows if record.num_rows), rows[0]))
 

@@ -37,7 +37,7 @@ class _Static:
 
 
 def _route(logits: Any, column: Any, layer: Any, *refs: Any, static: _Static) -> None:
-    """The token of one block, which is one warp: no reduction leaves it, and the bits of a token do not depend on the
+    """Route one token, in a block of one warp: no reduction leaves it, and the bits of a token do not depend on the
     others. Refs: the biases, rows to replay and their flags, the blocks; weights, ids, the live choice, the blocks. An
     expert's lane keeps its rank among the chosen and stores for itself: what is known by lane is not gathered by slot,
     which takes a pass each."""
@@ -81,6 +81,7 @@ def _route(logits: Any, column: Any, layer: Any, *refs: Any, static: _Static) ->
     for k, expert in enumerate(chosen):
         ids[token, k] = expert
         weight = jnp.sum(jnp.where(lanes == expert, values, 0.0), axis=0)
+        weight = jnp.where((expert >= 0) & (expert < experts), weight, jnp.nan)
         weights[token, k] = weight
         if block is not None:
             block[first + k, token] = expert
@@ -208,7 +209,8 @@ def route_rows(
     interpret: bool = False,
 ) -> tuple[Routing, RoutingBlock | None]:
     """Decide, or take the rows to replay where they are valid, and write the layer's rows of the block.
-    Logits may come as S parts of their sums. An array of biases is the layer's selection bias."""
+    Logits may come as S parts of their sums. An array of biases is the layer's selection bias. The ids of a row to
+    replay are distinct; the weight of one that is no expert is NaN."""
     if not isinstance(biases, RouterBiases):
         biases = RouterBiases(selection=None if biases is None else biases[None])
     assert (biases.selection is not None) == spec.biased, "a selection bias and RouterSpec.biased belong together"

@@ -134,7 +134,10 @@ def _kernel(layer_ref: Any, logits_ref: Any, *refs: Any, form: _Form) -> None:
     ids = native = _choose(_keep_groups(choice, spec), spec.top_k)
     if replay is not None:
         ids = jnp.where(replay[1][...] != 0, replay[0][...], native)
-    rest[0][...], rest[1][...] = _weights(logits, scores, ids, spec), ids
+    weights = _weights(logits, scores, ids, spec)
+    if replay is not None:  # a replayed id that is no expert
+        weights = jnp.where((ids < 0) | (ids >= spec.num_experts), jnp.nan, weights)
+    rest[0][...], rest[1][...] = weights, ids
     if replay is not None:
         rest[2][...] = native
     if before is not None:

@@ -148,7 +148,7 @@ class OpenAIHandler(GenerationHandler):
         options, sequence = choice.request.routed_experts, choice.sequence
         if not options.enabled:
             return [ResponseRouting({}, {})]
-        prompt_rows_in = self._prompt_rows_in(choice.index)
+        prompt_rows_in = self._assign_prompt_rows(choice.index)
 
         def render(rows: RoutedExperts) -> ResponseRouting:
             return routing_fields(

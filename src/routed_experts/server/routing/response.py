@@ -2,8 +2,8 @@
 
 In /v1 the weight versions are in choices[i].meta_info beside rows. Rows in int32 and ref are there too; in npy they are
 fields of the choice; in list the prompt's rows are fields of the response and the others of the choice. A choice whose
-prompt rows differ from those of the response has them itself: the weights may change between the choices of a prompt,
-and experts at their capacity turn tokens away."""
+prompt rows differ from those of the response has them itself: between choices weights may change, and capacities or the
+rounding of another batch shape may choose other experts."""
 
 import bisect
 import dataclasses
@@ -29,7 +29,7 @@ from routed_experts.server.routing_store import StoredRows
 _DIALECTS: Mapping[str, tuple[bool, str]] = MappingProxyType(  # enabled, format
     {"sglang": (False, "int32"), "vllm021": (True, "list"), "vllm": (True, "npy")}
 )
-PromptRowsIn = Literal["response", "choice", "nowhere"]  # where format list has the prompt rows of a choice
+PromptRowsIn = Literal["response", "choice"]  # the fields that have the prompt rows of format list
 _NPY_HEADER_BYTES = 128  # of three dims
 _PACKED_KEYS_BYTES = 128  # of a packed payload without its data, at most
 _MAX_FLOAT_CHARS = 24  # of a float in JSON
@@ -71,7 +71,8 @@ def to_routing_params(body: RoutingFields, *, enabled: bool | list[bool] | None)
 
 
 def check_list_format(requests: Sequence[TokenizedGenerateReqInput], capture: CaptureSpec | None) -> None:
-    """Raise InvalidRequestError for format list with several prompts, or with more ids than JSON should carry."""
+    """Raise InvalidRequestError for format list with several prompts, or with more ids than JSON should carry. Prompt
+    rows count once: choices seldom have their own."""
     first = next((request for request in requests if request.routed_experts.enabled), None)
     if first is None:
         return
@@ -113,15 +114,18 @@ def routing_fields(
     aborted: bool,
     url: str,
     meta: Mapping[str, object],
-    prompt_rows_in: PromptRowsIn,
+    prompt_rows_in: PromptRowsIn | None,
 ) -> ResponseRouting:
     """Return rows in the fields where clients of their format look for them. `meta`: further fields of `meta_info`,
-    such as the weight versions."""
+    such as the weight versions. `prompt_rows_in`: None where another choice has the same prompt rows. Of a record in
+    parts, those behind the prompt have no field for it."""
     is_ref = options.format == "ref"
     fields = encode_ref(record, url=url) if is_ref else encode_rows(record, options, aborted=aborted)
     if options.format in ("int32", "ref"):
         return ResponseRouting({"meta_info": {START_KEY: record.start, **fields, **meta}}, {})
     prompt_rows = {PROMPT_KEY: fields.pop(PROMPT_KEY)} if options.format == "list" else {}
+    if record.start > options.start and not prompt_rows.get(PROMPT_KEY):
+        prompt_rows = {}
     of_choice = prompt_rows if prompt_rows_in == "choice" else {}
     of_response = prompt_rows if prompt_rows_in == "response" else {}
     return ResponseRouting({**fields, **of_choice, "meta_info": {**meta}}, of_response)

@@ -219,7 +219,7 @@ class TokensHandler(GenerationHandler):
             meta |= exactness_fields(sequence.last)
         if not options.enabled:
             return [ResponseRouting({"meta_info": meta}, {})]
-        prompt_rows_in = self._prompt_rows_in(index)
+        prompt_rows_in = self._assign_prompt_rows(index)
 
         def render(rows: RoutedExperts) -> ResponseRouting:
             fields = routing_fields(
