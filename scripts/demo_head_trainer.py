@@ -66,13 +66,13 @@ KERNELS = Kernels(moe=MOE_BACKENDS["grouped"])
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How long and how fast to train. `places`: drafts of a chain that are unrolled."""
+    """How long and how fast to train. `drafts`: of a chain, that are unrolled."""
 
     steps: int
     rows: int = 16
     length: int = 96
     peak: float = 5e-3
-    places: int = 3
+    drafts: int = 3
     seed: int = 0
 
 
@@ -108,8 +108,8 @@ def target_states(
         batch, length = tokens.shape
 
         def attend(q: Array, k: Array, v: Array, cache: None, layer: Array) -> tuple[Array, None]:
-            shaped = (x.reshape(batch, length, *x.shape[1:]) for x in (q, k, v))
-            return causal_attention(*shaped, None).reshape(q.shape), cache
+            queries, keys, values = (x.reshape(batch, length, *x.shape[1:]) for x in (q, k, v))
+            return causal_attention(queries, keys, values, None).reshape(q.shape), cache
 
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape).reshape(-1)
         valid = jnp.ones(tokens.size, bool)
@@ -123,8 +123,8 @@ def target_states(
 
 
 def chain_attention(batch: int, length: int) -> Any:
-    """Attention of place j of a chain. Row t reads the keys of place 0 up to t - j, and of each later place the one
-    that led to it; the cache is a list of the keys and values of the places before."""
+    """Attention of draft j of a chain. Row t reads the keys of draft 0 up to t - j, and of each later draft the one
+    that led to it; the cache is a list of the keys and values of the drafts before."""
 
     def attend(
         q: Float[Array, "N H C"],
@@ -133,19 +133,19 @@ def chain_attention(batch: int, length: int) -> Any:
         cache: list[tuple[Array, Array]],
         layer: Any,
     ) -> tuple[Array, list[tuple[Array, Array]]]:
-        repeats, place = q.shape[1] // k.shape[1], len(cache)
+        repeats, index = q.shape[1] // k.shape[1], len(cache)
         own = tuple(jnp.repeat(x.reshape(batch, length, *x.shape[1:]), repeats, axis=2) for x in (k, v))
-        places = [*cache, own]
+        chain = [*cache, own]
         query = q.reshape(batch, length, *q.shape[1:]) / jnp.sqrt(q.shape[-1])
-        allowed = jnp.arange(length)[:, None] - place >= jnp.arange(length)
-        scores = jnp.where(allowed, jnp.einsum("bthc,bshc->bhts", query, places[0][0]), -1e30)
-        later = [[jnp.roll(x, place - number, axis=1) for x in places[number]] for number in range(1, place + 1)]
+        allowed = jnp.arange(length)[:, None] - index >= jnp.arange(length)
+        scores = jnp.where(allowed, jnp.einsum("bthc,bshc->bhts", query, chain[0][0]), -1e30)
+        later = [[jnp.roll(x, index - number, axis=1) for x in chain[number]] for number in range(1, index + 1)]
         ahead = [jnp.einsum("bthc,bthc->bht", query, key)[..., None] for key, _ in later]
         weights = jax.nn.softmax(jnp.concatenate([scores, *ahead], axis=-1), axis=-1)
-        mixed = jnp.einsum("bhts,bshc->bthc", weights[..., :length], places[0][1])
+        mixed = jnp.einsum("bhts,bshc->bthc", weights[..., :length], chain[0][1])
         for number, (_, value) in enumerate(later):
             mixed = mixed + weights[..., length + number].transpose(0, 2, 1)[..., None] * value
-        return mixed.reshape(q.shape), places
+        return mixed.reshape(q.shape), chain
 
     return attend
 
@@ -156,21 +156,21 @@ def losses(
     tokens: Int[Array, "B S"],
     hidden: Float[Array, "B S D"],
     streams: Float[Array, "B S 3 D"],
-    places: int,
-) -> tuple[Float[Array, " places"], Float[Array, " places"]]:
-    """The mean loss of each place of a chain, and how often its best token is the target's."""
+    drafts: int,
+) -> tuple[Float[Array, " drafts"], Float[Array, " drafts"]]:
+    """The mean loss of each draft of a chain, and how often its best token is the target's."""
     batch, length = tokens.shape
     flat = streams.reshape(batch * length, len(TAPPED), -1)
     features = head.features(hidden.reshape(batch * length, -1), list(jnp.moveaxis(flat, 1, 0)), kernels=KERNELS)
     successors = jnp.roll(tokens, -1, axis=1).reshape(-1)
     embedded = embed(target.config, target.embed[...], successors)
     scores = target.logits(hidden.reshape(batch * length, -1)).reshape(batch, length, -1)
-    wanted = jax.nn.softmax(jnp.roll(scores, -1, axis=1))  # row t: of token t + 2
-    best = jnp.argmax(wanted, axis=-1)
+    targets = jax.nn.softmax(jnp.roll(scores, -1, axis=1))  # row t: of token t + 2
+    best = jnp.argmax(targets, axis=-1)
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length)).reshape(-1)
     valid, attend, cache = jnp.ones(batch * length, bool), chain_attention(batch, length), list[Any]()
-    found, right = list[Array](), list[Array]()
-    for place in range(places):
+    mean_losses, right = list[Array](), list[Array]()
+    for index in range(drafts):
         output, recycled, cache = head(
             features,
             embedded,
@@ -178,17 +178,17 @@ def losses(
             valid,
             attend,
             cache,
-            place=place,
+            draft_index=index,
             target_norm=target.norm[...],
             kernels=KERNELS,
         )
         drafted = head.lm_head(target.lm_head()).logits(output).reshape(batch, length, -1)
-        rows = slice(place, length - 1)  # those whose chain begins in the sequence, and whose target is known
-        loss = -jnp.sum(wanted * jax.nn.log_softmax(drafted), axis=-1)[:, rows]
-        found.append(loss.mean())
+        rows = slice(index, length - 1)  # those whose chain begins in the sequence, and whose target is known
+        loss = -jnp.sum(targets * jax.nn.log_softmax(drafted), axis=-1)[:, rows]
+        mean_losses.append(loss.mean())
         right.append((jnp.argmax(drafted, axis=-1) == best)[:, rows].mean())
         features = jnp.roll(recycled.reshape(batch, length, -1), 1, axis=1).reshape(batch * length, -1)
-    return jnp.stack(found), jnp.stack(right)
+    return jnp.stack(mean_losses), jnp.stack(right)
 
 
 def batches(count: int, rows: int, rng: np.random.Generator) -> Iterator[Int[np.ndarray, " B"]]:
@@ -202,7 +202,7 @@ def batches(count: int, rows: int, rng: np.random.Generator) -> Iterator[Int[np.
 def train(
     head: Eagle3Head, target: FamilyDecoder, tokens: Int[np.ndarray, "B S"], plan: Plan
 ) -> list[tuple[int, list[float], list[float]]]:
-    """Update the head in place; returns the curve: step, mean loss and share of right tokens by place since the last
+    """Update the head itself; returns the curve: step, mean loss and share of right tokens by draft since the last
     point."""
     hidden, streams = target_states(target, tokens)
     graph, state = nnx.split(head)
@@ -214,8 +214,9 @@ def train(
     @jax.jit(donate_argnums=(0, 1))
     def update(state: nnx.State, memory: Any, target_state: nnx.State, *batch: Array) -> tuple[Any, Any, Any]:
         def objective(state: nnx.State) -> tuple[Array, tuple[Array, Array]]:
-            found, right = losses(nnx.merge(graph, state), nnx.merge(target_graph, target_state), *batch, plan.places)
-            return found.sum(), (found, right)
+            merged = nnx.merge(graph, state), nnx.merge(target_graph, target_state)
+            by_draft, right = losses(*merged, *batch, drafts=plan.drafts)
+            return by_draft.sum(), (by_draft, right)
 
         (_, parts), gradient = jax.value_and_grad(objective, has_aux=True)(state)
         change, memory = rule.update(gradient, memory, state)

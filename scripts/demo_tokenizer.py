@@ -33,7 +33,7 @@ def train(texts: Iterable[str]) -> Tokenizer:
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.ParallelConfig(Regex(SPLIT), behavior="isolated"),
+            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

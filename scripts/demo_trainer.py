@@ -118,8 +118,8 @@ def balanced_experts(routers: Float[Array, "R D E"], coefficient: float) -> MoeB
         router = lax.dynamic_index_in_dim(routers, call.first_expert // experts, keepdims=False)
         chance = jnp.mean(jax.nn.softmax(call.x @ router, axis=-1), axis=0)
         load = jnp.mean(jax.nn.one_hot(call.ids, experts), axis=(0, 1))
-        gate_up = lax.dynamic_slice_in_dim(call.gate_up, call.first_expert, experts)
-        down = lax.dynamic_slice_in_dim(call.down, call.first_expert, experts)
+        stacks = jnp.asarray(call.gate_up), jnp.asarray(call.down)
+        gate_up, down = (lax.dynamic_slice_in_dim(stack, call.first_expert, experts) for stack in stacks)
         layer = dataclasses.replace(call, gate_up=gate_up, down=down, first_expert=jnp.zeros((), jnp.int32))
         return attach_loss(grouped_experts(layer), coefficient * experts * jnp.dot(load, chance))
 
