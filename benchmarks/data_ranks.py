@@ -27,6 +27,7 @@ from common import Prompts, print_table, write_result
 from routed_experts.core.buckets import Buckets
 from routed_experts.core.model_worker_batch import ModelWorkerBatch, StepResult
 from routed_experts.core.server_args import ServerArgs
+from routed_experts.engine.build.backends import DEFAULT_BACKENDS
 from routed_experts.engine.build.builder import build_engine
 from routed_experts.engine.build.memory_planning import abstract_arrays, plan_engine
 from routed_experts.engine.control.served_model import create_sharding
@@ -240,7 +241,9 @@ def held_tokens(folder: str, args: ServerArgs) -> int:
     free = dataclasses.replace(args, max_total_tokens=None, max_running_requests=None, context_length=None)
     free = dataclasses.replace(free, precompile_bs_paddings=(4096,), precompile_token_paddings=(8192,))
     source = ModelFolder.open(folder, load_format="dummy")
-    plan = plan_engine(free, source.config, abstract_arrays(source, "auto"), create_sharding(free, source.config))
+    config, (_, attention) = source.config, DEFAULT_BACKENDS.choose(free, source.config.needs)
+    arrays = abstract_arrays(source, config, "auto")
+    plan = plan_engine(free, config, arrays, create_sharding(free, config), attention)
     return plan.memory.pool.num_slots * args.dp_size
 
 

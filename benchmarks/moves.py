@@ -243,7 +243,7 @@ def follow(bench: Bench) -> list[Row]:
                 )
                 seconds = time.perf_counter() - begin
                 if engine.components.rebalancer is not None:
-                    engine.components.rebalancer.settle()
+                    engine.components.rebalancer.join()
                 stats = engine.placement_stats()
                 move_estimate, balance = stats.move_estimate, stats.balance.get(10)
                 rows.append(

@@ -31,6 +31,7 @@ SMALLEST = {
     "cluster_model": [],
     "cpu_parts": ["--small"],
     "data_ranks": ["--host", "--rounds", "1", "--new", "20"],
+    "devices": ["--small"],
     "draft_models": ["--small"],
     "drafting": ["--small"],
     "expert_offload": ["--small", "--batches", "1", "--fractions", "0.5", "--new", "8", "--rounds", "1"],
@@ -39,6 +40,7 @@ SMALLEST = {
     "host_work": ["--batch", "2", "--new", "8"],
     "http_overhead": ["--small"],
     "launches": ["--small"],
+    "moves": ["--small"],
     "quantized_layers": ["--small"],
     "quantized_product": ["--small"],
     "quantized_rollouts": ["--small"],
@@ -61,6 +63,8 @@ LONG = {  # 10 s or more, also in their smallest form
         "host_work",
         "http_overhead",
         "launches",
+        "moves",
+        "devices",
     ),
     *("quantized_layers", "quantized_product", "quantized_rollouts", "quantized_step"),
     *("prompts_gpu", "replay", "residency", "selection", "speculative", "step"),
@@ -68,13 +72,11 @@ LONG = {  # 10 s or more, also in their smallest form
 NOT_RUN = {
     "cluster_speed": "starts four processes of engines; test_process_group_serving.py compares their answers",
     "compiled": "compiles for minutes",
-    "devices": "needs two devices and compares whole runs",
     "expert_offload_latency": "needs a GPU and 64 experts of full size",
     "families": "needs transformers in a process of its own, for minutes",
     "faults": "starts and ends servers for minutes",
     "fleet": "needs Ray, and starts four servers; tests/fleet/with_ray has their answers",
-    "mismatch": "trains a model",
-    "moves": "compiles an engine for each of four placements",
+    "mismatch": "`trained` trains a model; `demo` is run below",
     "peers": "needs other engines",
     "placement": "draws a picture of the pages",
     "plots": "draws pictures of the pages",
@@ -133,11 +135,19 @@ def test_every_script_is_in_the_table():
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.thorough) if name in LONG else name for name in SMALLEST]
+    ("name", "arguments"),
+    [
+        *(
+            pytest.param(name, arguments, id=name, marks=pytest.mark.thorough if name in LONG else ())
+            for name, arguments in SMALLEST.items()
+        ),
+        pytest.param("data_ranks", ["--small"], id="data_ranks, devices", marks=pytest.mark.thorough),
+        pytest.param("mismatch", ["demo", "--small"], id="mismatch, demo", marks=pytest.mark.thorough),
+    ],
 )
-def test_the_smallest_form_runs(name, tmp_path):
-    output = run(RUN, str(tmp_path), str(FOLDER / f"{name}.py"), *SMALLEST[name])
-    if "--small" in SMALLEST[name]:
+def test_the_smallest_form_runs(name, arguments, tmp_path):
+    output = run(RUN, str(tmp_path), str(FOLDER / f"{name}.py"), *arguments)
+    if "--small" in arguments:
         assert "no result is written" in output and list(tmp_path.iterdir()) == []
     else:
         (file,) = tmp_path.iterdir()
