@@ -546,7 +546,7 @@ def test_weights_that_are_integers_are_refused(tmp_path):
         ({"max_num_seqs": 4, "max_running_requests": 4}, "max_num_seqs and max_running_requests are one parameter"),
         (
             {"nnodes": 2, "node_rank": 1, "dist_init_addr": "h:1"},
-            "call routed_experts.follow(...) with dist=DistConfig(nnodes=..., node_rank=..., ",
+            "with dist=DistConfig",
         ),
         ({"device": "cuda"}, "device='cuda', but the default devices of JAX here are of the platform 'cpu'"),
         ({"device": "npu"}, "device='npu' is unknown; choose one of auto, cpu, cuda, rocm, tpu"),
