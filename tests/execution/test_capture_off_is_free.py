@@ -42,7 +42,7 @@ from support.small_runner import DECODE, EXTEND, NUM_PAGES, NUM_SLOTS, PAGE_SIZE
 LAYER_NAMES = frozenset({"capture", "moe_layer"})
 # The modules of the decoder that know the feature, and those that must import these; each after what it imports.
 MODEL_NAMES = {
-    layer_parts: LAYER_NAMES,
+    layer_parts: frozenset({"moe_layer"}),
     sparse_block: frozenset({"capture", "moe_layer", "recorded"}),
     feed_forward: LAYER_NAMES,
     family_config: frozenset(),
