@@ -146,7 +146,7 @@ def selection_scores(
 
 
 def _choice(scores: Float[Array, "N E"], bias: Float[Array, " E"] | None, spec: RouterSpec) -> Float[Array, "N E"]:
-    """The same of scores. Both zeros become one: top_k would put the negative one last."""
+    """The c of these scores. Both zeros become one: top_k would put the negative one last."""
     choice = jax.lax.stop_gradient(scores if bias is None else scores + bias.astype(jnp.float32))
     return keep_groups(jnp.where(choice == 0.0, 0.0, choice), spec)
 
