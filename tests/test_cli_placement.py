@@ -138,7 +138,7 @@ def test_errors_name_what_is_wrong(files, capsys, tmp_path):
         ([out, "--residents", 2, "--dispatch", "reroute"], "--dispatch 'reroute' is of instances, and has no effect"),
         ([out, "--residents", 2, "--groups", 5], "--groups 5 is of instances, and has no effect on --residents"),
         ([out, "--residents", 2, "--nodes", 1], "--nodes 1 is of instances, and has no effect on --residents"),
-        ([out, "--residents", 17], "per_layer=17 resident experts; expected 0 to 16"),
+        ([out, "--residents", 17], "17 must be an integer in 0..16, all experts that there are; lower it"),
         ([tmp_path / "bare.jsonl", "--residents", 1], "bare.jsonl: line 1 holds no routed experts"),
         ([tmp_path / "cut.jsonl", "--residents", 1], "cut.jsonl: line 1 is no JSON"),
         ([tmp_path / "number.json", "--residents", 1], "number.json: the file holds no answer but a int"),

@@ -65,11 +65,11 @@ def sized(**sizes):
 
 
 WRONG_PLACEMENTS = {
-    "experts as text": (sized(num_experts="2"), "num_experts='2'; expected an integer of at least 1"),
-    "half a device": (sized(num_devices=0.5), "num_devices=0.5; expected an integer of at least 1"),
-    "no device for instances": (sized(num_devices=0), "num_devices=0; expected"),
-    "a share of replicas": (sized(max_replicas=1.5), "max_replicas=1.5; expected an integer"),
-    "a time as an epoch": (sized(epoch=-1), "epoch=-1; expected an integer of at least 0"),
+    "experts as text": (sized(num_experts="2"), "num_experts='2' must be an integer of at least 1"),
+    "half a device": (sized(num_devices=0.5), "num_devices=0.5 (float) must be an integer of at least 1"),
+    "no device for instances": (sized(num_devices=0), "num_devices=0 must be"),
+    "a share of replicas": (sized(max_replicas=1.5), "max_replicas=1.5 (float) must be an integer"),
+    "a time as an epoch": (sized(epoch=-1), "epoch=-1 must be an integer of at least 0"),
     "expert without an instance": (
         lambda: ExpertPlacement.from_instances(np.array([[0, 0]]), num_experts=2, num_devices=1),
         "expert 1 has 0 instances",

@@ -85,7 +85,7 @@ def test_an_unknown_word_is_refused_with_those_that_are_known(field, value):
 @pytest.mark.parametrize("field", ["tp_size", "ep_size"])
 @pytest.mark.parametrize("value", [0, -1, True, "1", 2.0, None])
 def test_devices_are_counted_from_one(field, value):
-    with pytest.raises(ConfigError, match=f"{field}={value!r} must be an integer of at least 1"):
+    with pytest.raises(ConfigError, match=rf"{field}={value!r}( \(float\))? must be an integer of at least 1"):
         ServerArgs(**{field: value})
 
 
@@ -99,7 +99,7 @@ def test_experts_are_dealt_out_to_all_devices_or_their_width_is(tp, ep):
 def test_every_field_is_checked():
     """A field without a check would take any value."""
     for field in dataclasses.fields(ServerArgs):
-        with pytest.raises(ConfigError, match=f"{field.name}=<object"):
+        with pytest.raises(ConfigError, match=f"{field.name}=(<object|a object)"):
             ServerArgs(**{field.name: object()})
 
 

@@ -38,7 +38,7 @@ from routed_experts.core.speculative_config import SpeculativeConfig
         (dict(scope=np.array([1, 2])), ["scope=", "text"]),
         (dict(scope=["request"]), ["scope=", "request, namespace"]),
         (dict(store_bytes=np.array([1])), ["store_bytes=", "an integer in 1048576"]),
-        (dict(num_draft_tokens=np.int64(4)), ["num_draft_tokens=np.int64(4)", "an integer in 2..32"]),
+        (dict(num_draft_tokens=4.0), ["num_draft_tokens=4.0 (float)", "an integer in 2..32"]),
         (dict(adaptive={}.keys()), ["adaptive=a dict_keys of 0", "True or False"]),
         (dict(eagle_layers={1: 2}.keys()), ["eagle_layers=a dict_keys of 1", "a list"]),
         (

@@ -270,6 +270,19 @@ def test_call_arguments_beside_sampling_parameters_are_checked(engine, field, va
     refused(engine, **({"input_ids": [1, 2, 3, 4, 5, 6, 7], field: value}), param=field)
 
 
+def test_integers_of_numpy_are_those_of_python_in_every_field(engine):
+    def run(integer):
+        kwargs = dict(data_parallel_rank=integer(0), top_logprobs_num=integer(2), logprob_start_len=integer(0))
+        rows = dict(return_routed_experts=True, routed_experts_start_len=integer(1))
+        params = GREEDY | {"max_tokens": integer(2), "seed": integer(3)}
+        return engine.generate(input_ids=[1, 2, 3], sampling_params=params, return_logprob=True, **kwargs, **rows)
+
+    numpy, python = run(np.int64), run(int)
+    for key in ("output_top_logprobs", "input_token_logprobs", "routed_experts"):
+        assert numpy["meta_info"][key] == python["meta_info"][key]
+    json.dumps(numpy["meta_info"])
+
+
 def test_an_extra_key_has_so_many_characters_at_most(engine):
     for prompts, key in (("a", "x" * 4097), (["a", "b"], ["x", "x" * 4097])):
         text = refused(engine, prompt=prompts, extra_key=key, param="extra_key")

@@ -162,7 +162,7 @@ def test_answers_may_be_handed_in(folder, plain):
     config = SpeculativeConfig(adaptive=False, scope="namespace")
     with open_remembering(folder, config) as engine:
         for index, (tokens, *_) in enumerate(plain[0]):
-            engine.remember_rollouts(PROMPTS[index // 2], tokens, seed=5, choice=index % 2, extra_key="k")
+            engine.remember_rollouts(PROMPTS[index // 2], tokens, seed=np.int64(5), choice=index % 2, extra_key="k")
         answers, metas = epoch(engine, extra_key="k")
         assert answers == plain[0]
         assert all(meta["spec_accept_rate"] == 1.0 for meta in metas)

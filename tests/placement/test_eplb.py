@@ -167,7 +167,7 @@ WRONG = {
     "devices": (np.ones((1, 4)), {"num_devices": 4}, "num_devices=4 does not divide num_instances=6"),
     "nodes": (np.ones((1, 4)), {"num_nodes": 3}, "num_nodes=3 does not divide num_devices=2"),
     "groups": (np.ones((1, 4)), {"num_groups": 3}, "num_groups=3 does not divide the number of experts=4"),
-    "none": (np.ones((1, 4)), {"num_nodes": 0}, "num_nodes=0; expected at least 1"),
+    "none": (np.ones((1, 4)), {"num_nodes": 0}, "num_nodes=0 must be an integer of at least 1"),
 }
 
 

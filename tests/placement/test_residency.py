@@ -125,7 +125,7 @@ def test_concentration_is_one_where_load_is_even_and_e_where_one_expert_has_all(
 
 
 WRONG = {
-    "too many": (lambda: resident(np.ones((1, 4)), per_layer=5), "per_layer=5 resident experts; expected 0 to 4"),
+    "too many": (lambda: resident(np.ones((1, 4)), per_layer=5), "per_layer=5 must be an integer in 0..4"),
     "other slots": (
         lambda: resident(np.ones((1, 4)), per_layer=2, previous=ResidencyMap.first_n(1, 4, 3)),
         "per_layer=2, but previous has 3 slots a layer",

@@ -139,7 +139,7 @@ def test_wrong_words_are_refused(records):
     plan = ExpertPlacement.identity(3, 16, 4)
     with pytest.raises(PlacementError, match="dispatch='odd'; choose one of even, waterfill, reroute"):
         placement.simulate(records, plan, dispatch="odd")
-    with pytest.raises(PlacementError, match="step_tokens=0; expected at least 1"):
+    with pytest.raises(PlacementError, match="step_tokens=0 must be an integer of at least 1"):
         placement.simulate(records, plan, step_tokens=0)
     with pytest.raises(PlacementError, match="previous is a ResidencyMap"):
         placement.simulate(records, plan, previous=ResidencyMap.first_n(3, 16, 4))

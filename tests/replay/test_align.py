@@ -260,7 +260,7 @@ BAD_ARGUMENTS = {
     "tokens": (dict(samples=[Sample(None, 0)]), "sample 0: num_tokens=0"),
     "prompt": (
         dict(samples=[Sample(None, 3, 4)]),
-        "sample 0: prompt_len=4 must be an integer of at least 0 and at most 3",
+        "sample 0: prompt_len=4 must be an integer in 0..3",
     ),
     "prompt_missing": (
         dict(layout="pad_both", prompt_width=4, samples=[Sample(None, 3)]),

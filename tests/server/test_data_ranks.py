@@ -48,7 +48,7 @@ def test_a_request_names_its_rank_in_every_dialect(server):
 def test_another_rank_is_refused_by_name(server, path, body):
     response = server.post(path, body | {"data_parallel_rank": 2})
     error = parse_error(response, httpx.codes.BAD_REQUEST)
-    assert error["param"] == "data_parallel_rank" and "0 to 1 (dp_size=2)" in error["message"]
+    assert error["param"] == "data_parallel_rank" and "0..1, a data rank (dp_size=2)" in error["message"]
 
 
 def test_metrics_and_info_tell_of_the_ranks(server):

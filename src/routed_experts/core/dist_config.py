@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from routed_experts.core.errors import ConfigError
+from routed_experts.core.integers import to_int, with_python_integers
 
 MAX_NODES = 1024
 MAX_PORT = 65534  # JAX's coordinator listens on the next one
@@ -16,6 +17,7 @@ _ADDRESS = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9._-]+))
 _ANY_ADDRESS = ("0.0.0.0", "::")
 
 
+@with_python_integers
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DistConfig:
     """One model over `nnodes` processes. Process 0 listens at `dist_init_addr` ("host:port", an address of its own
@@ -33,8 +35,8 @@ class DistConfig:
 
     def __post_init__(self) -> None:
         """Check every field once."""
-        _check_int("nnodes", self.nnodes, 1, MAX_NODES, "count the processes")
-        _check_int("node_rank", self.node_rank, 0, self.nnodes - 1, f"nnodes={self.nnodes} ranks begin at 0")
+        to_int("nnodes", self.nnodes, 1, MAX_NODES, fix="count the processes")
+        to_int("node_rank", self.node_rank, 0, self.nnodes - 1, fix=f"nnodes={self.nnodes} ranks begin at 0")
         for name, value in (("dist_timeout", self.dist_timeout), ("watchdog_timeout", self.watchdog_timeout)):
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not math.isfinite(value) or not 1 <= value <= 86_400:
@@ -98,8 +100,3 @@ def _parse_address(address: object) -> tuple[str, int]:
         text = f"dist_init_addr={address!r} is no address that other processes can connect to"
         raise ConfigError(f"{text}; give the address of process 0's machine in their network")
     return host, port
-
-
-def _check_int(name: str, value: object, least: int, most: int, fix: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ConfigError(f"{name}={value!r} must be an integer in {least}..{most}; {fix}")

@@ -6,6 +6,7 @@ model or the machine is checked when the engine is built, before anything is all
 import dataclasses
 
 from routed_experts.core.errors import ConfigError
+from routed_experts.core.integers import to_int, with_python_integers
 from routed_experts.core.placement import ResidencyMap
 
 KT_METHODS = ("auto", "bf16", "f32")
@@ -20,6 +21,7 @@ _COUNTS = (
 )
 
 
+@with_python_integers
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertOffloadConfig:
     """N experts of each MoE layer are on the accelerator; the host runs the others in parallel. Without N all experts
@@ -51,9 +53,8 @@ class ExpertOffloadConfig:
         values = dataclasses.asdict(self)
         for name in _COUNTS:
             value = values[name]
-            left_out = value is None and name != "kt_max_deferred_experts_per_token"
-            if not left_out and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-                raise ConfigError(f"{name}={value!r} must be an integer of at least 0; leave it out if in doubt")
+            if value is not None or name == "kt_max_deferred_experts_per_token":
+                to_int(name, value, 0, fix="leave it out if in doubt")
         if self.kt_method not in KT_METHODS:
             raise ConfigError(f"kt_method={self.kt_method!r} is unknown; choose one of {', '.join(KT_METHODS)}")
         if self.kt_weight_path is not None and not isinstance(self.kt_weight_path, str):

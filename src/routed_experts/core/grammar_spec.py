@@ -13,6 +13,7 @@ from typing import Any, NoReturn, cast
 
 from routed_experts.core.error_text import short_repr, suggestion
 from routed_experts.core.errors import PARAM, InvalidRequestError
+from routed_experts.core.integers import is_integer
 
 MAX_GRAMMAR_CHARS = 1 << 18  # of a schema as compact JSON, of a regular expression, of a grammar
 MAX_GRAMMAR_DEPTH = 48  # nested objects and lists of a schema, open brackets of a regular expression or grammar
@@ -109,7 +110,7 @@ class GrammarSpec:
         InvalidRequestError."""
         ids: Sequence[Any] = allowed_token_ids if isinstance(allowed_token_ids, list | tuple) else ()
         words: Sequence[Any] = bad_words if isinstance(bad_words, list | tuple) else ()
-        wrong = _wrong_item(ids, lambda token: not isinstance(token, int) or isinstance(token, bool) or token < 0)
+        wrong = _wrong_item(ids, lambda token: not is_integer(token) or token < 0)
         if (allowed_token_ids and not ids) or len(ids) > MAX_ALLOWED_IDS or wrong:
             text = f"{wrong or f'is {short_repr(allowed_token_ids)}'}; send a list of 1 to {MAX_ALLOWED_IDS} token ids"
             _refuse("allowed_token_ids", text, code="invalid_request")

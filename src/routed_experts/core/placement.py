@@ -11,8 +11,8 @@ from types import MappingProxyType
 import numpy as np
 from jaxtyping import Int, Int32
 
-from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PlacementError
+from routed_experts.core.integers import to_int
 from routed_experts.core.npz_io import read_arrays, write_arrays
 
 _PLACEMENT_SPECS = MappingProxyType(
@@ -65,8 +65,7 @@ class ExpertPlacement:
             ("max_replicas", 1 if max_replicas is None else max_replicas, 1),
             ("epoch", epoch, 0),
         ):
-            if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
-                raise PlacementError(f"{name}={short_repr(value)}; expected an integer of at least {least}")
+            to_int(name, value, least, error=PlacementError)
         checked = _as_integers("physical_to_logical_map", physical_to_logical_map)
         if checked.ndim != 2 or checked.size == 0:
             raise PlacementError(
@@ -98,8 +97,8 @@ class ExpertPlacement:
             physical_to_logical_map=physical_to_logical,
             logical_to_physical_map=logical_to_physical,
             logical_replica_count=counts.astype(np.int32),
-            num_devices=num_devices,
-            epoch=epoch,
+            num_devices=int(num_devices),
+            epoch=int(epoch),
         )
 
     @staticmethod

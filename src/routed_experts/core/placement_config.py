@@ -9,6 +9,7 @@ from fractions import Fraction
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import ConfigError
+from routed_experts.core.integers import to_int, with_python_integers
 from routed_experts.core.placement import ExpertPlacement
 
 PLACEMENT_MODES = ("replicas", "reroute")
@@ -18,6 +19,7 @@ _EXPONENT_DIGITS, _MAX_CHARS = 3, 100  # of a number that is read as a fraction
 UNBOUNDED = (1, 0)  # the fraction of a factor without bound
 
 
+@with_python_integers
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementConfig:
     """An initial placement and its policy. Raises ConfigError for values that cannot work, naming field, value, limit
@@ -67,8 +69,7 @@ class PlacementConfig:
             ("num_groups", self.num_groups, 1),
             ("num_nodes", self.num_nodes, 1),
         ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"{name}={value!r} must be an integer of at least {least}")
+            to_int(name, value, least)
         for name, value in (("expert_share", self.expert_share), ("link_bytes_per_s", self.link_bytes_per_s)):
             if (
                 isinstance(value, bool)

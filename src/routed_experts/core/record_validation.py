@@ -10,6 +10,7 @@ from jaxtyping import Bool, Int, UInt
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import RoutingFormatError
+from routed_experts.core.integers import is_integer
 
 VersionSpans = tuple[tuple[int, int, int], ...]  # (lo, hi, count of the weights' update) of tokens [lo, hi), absolute
 VersionLabels = tuple[tuple[int, str], ...]  # (count, label) of updates of the weights
@@ -17,11 +18,6 @@ VersionLabels = tuple[tuple[int, str], ...]  # (count, label) of updates of the 
 # Ids compared at a time: they fit a core's own cache, with the room that the comparison needs.
 _BLOCK_IDS = 1 << 17
 _LANES = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}  # K booleans of a row as one number
-
-
-def is_integer(value: object) -> bool:
-    """Whether a value is an integer of Python or NumPy, and no bool."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def to_version_spans(start: int, versions: Int[np.ndarray, " R"]) -> VersionSpans:

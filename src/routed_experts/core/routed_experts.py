@@ -17,13 +17,13 @@ from jaxtyping import BFloat16, Bool, Float32, UInt
 from routed_experts.core.capture_spec import MAX_HIDDEN_LAYERS, CaptureSpec, expert_id_dtype
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import RoutingFormatError
+from routed_experts.core.integers import is_integer
 from routed_experts.core.record_validation import (
     VersionLabels,
     VersionSpans,
     check_id_range,
     check_version_spans,
     cut_version_spans,
-    is_integer,
     repeated_rows,
 )
 

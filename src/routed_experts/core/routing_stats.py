@@ -16,8 +16,9 @@ from jaxtyping import Float64, Int, Int32, Int64
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PlacementError
+from routed_experts.core.integers import is_integer
 from routed_experts.core.npz_io import read_arrays, write_arrays
-from routed_experts.core.record_validation import check_id_range, is_integer
+from routed_experts.core.record_validation import check_id_range
 from routed_experts.core.routed_experts import RoutedExperts
 
 PHASES = ("prompt", "generated")

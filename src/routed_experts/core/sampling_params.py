@@ -12,6 +12,7 @@ from typing import NoReturn, TypeVar, cast
 from routed_experts.core.error_text import short_repr, suggestion
 from routed_experts.core.errors import PARAM, InvalidRequestError, field_slot, raise_as
 from routed_experts.core.grammar_spec import GrammarSpec
+from routed_experts.core.integers import is_integer
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
@@ -307,7 +308,7 @@ def _check_int(param: str, value: object, low: int, high: int, fix: str = "") ->
 
 
 def _is_int(value: object, low: int, high: int) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and low <= int(value) <= high
+    return isinstance(value, numbers.Integral) and is_integer(value) and low <= int(value) <= high
 
 
 def _check_float(param: str, value: object, low: float, high: float, *, above_low: bool = False, fix: str = "") -> None:

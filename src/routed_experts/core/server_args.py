@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 from routed_experts.core.capture_spec import WEIGHTS_DTYPES, WeightsDType
 from routed_experts.core.errors import ConfigError, InvalidRequestError
+from routed_experts.core.integers import to_int, with_python_integers
 from routed_experts.core.weight_version import INITIAL_LABEL, to_label
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -24,6 +25,7 @@ _GROWTH = 4  # from one default padding to the next
 DEVICES = ("auto", "cpu", "cuda", "rocm", "tpu")
 
 
+@with_python_integers
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServerArgs:
     """Configuration of an engine. Lengths are in tokens; None means that the engine chooses (see each line).
@@ -141,15 +143,7 @@ Check = Callable[[str, object], None]  # name and value of a field; raises Confi
 
 def _at_least(least: int, *, most: int | None = None, why: str = "") -> Check:
     def check(name: str, value: object) -> None:
-        if (
-            isinstance(value, int)
-            and not isinstance(value, bool)
-            and value >= least
-            and (most is None or value <= most)
-        ):
-            return
-        limit = f" and at most {most}" if most is not None else f", {why}" if why else ""
-        raise ConfigError(f"{name}={value!r} must be an integer of at least {least}{limit}")
+        to_int(name, value, least, most, meaning=f", {why}" if why else "")
 
     return check
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from routed_experts.core.error_text import short_repr, suggestion
 from routed_experts.core.errors import ConfigError
+from routed_experts.core.integers import to_int, with_python_integers
 
 ALGORITHMS = ("NGRAM", "SUFFIX", "NEXTN", "EAGLE", "EAGLE3", "STANDALONE")
 SCOPES = ("request", "namespace")
@@ -43,6 +44,7 @@ _VLLM_KEYS = (
 )
 
 
+@with_python_integers
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
     """Speculative decoding: k = num_draft_tokens - 1 drafts follow the last known token of a request in a step, as one
@@ -102,9 +104,9 @@ class SpeculativeConfig:
         self._check_algorithm()
         most = MAX_STEPS if self.has_draft_model else MAX_DRAFT_TOKENS - 1
         queries = DEFAULT_DRAFT_TOKENS if self.num_draft_tokens is None else self.num_draft_tokens
-        _check_int("speculative_num_draft_tokens", queries, 2, most + 1)
+        to_int("speculative_num_draft_tokens", queries, 2, most + 1)
         if self.num_steps is not None:
-            _check_int("speculative_num_steps", self.num_steps, 1, most)
+            to_int("speculative_num_steps", self.num_steps, 1, most)
             if self.num_draft_tokens is not None and self.num_draft_tokens != self.num_steps + 1:
                 raise ConfigError(
                     f"speculative_num_draft_tokens={self.num_draft_tokens} and speculative_num_steps={self.num_steps}: "
@@ -277,8 +279,8 @@ class SpeculativeConfig:
             return
         low, high = "speculative_ngram_min_match_window_size", "speculative_ngram_max_match_window_size"
         least, most = self.ngram_min_match_window_size, self.ngram_max_match_window_size
-        _check_int(low, least, 1, MAX_WINDOW)
-        _check_int(high, most, 1, MAX_WINDOW)
+        to_int(low, least, 1, MAX_WINDOW)
+        to_int(high, most, 1, MAX_WINDOW)
         if least > most:
             raise ConfigError(f"{low}={least} is above {high}={most}; lower it")
         if not isinstance(self.ngram_match_type, str) or self.ngram_match_type.upper() != "BFS":
@@ -290,13 +292,12 @@ class SpeculativeConfig:
             ("ngram_capacity", 1),
         ):
             value = _value(self, name)
-            if value is not None and (type(value) is not int or value < least):
-                text = f"speculative_{name}={short_repr(value)} must be an integer of at least {least}"
+            if value is not None:
                 reason = "" if least == 1 else f", because drafts are chains of up to {self.num_drafts} tokens"
-                raise ConfigError(f"{text}{reason}; leave it out if in doubt")
+                to_int(f"speculative_{name}", value, least, meaning=reason, fix="leave it out if in doubt")
 
     def _check_suffix(self) -> None:
-        _check_int("speculative_suffix_max_tree_depth", self.suffix_max_tree_depth, 1, MAX_WINDOW)
+        to_int("speculative_suffix_max_tree_depth", self.suffix_max_tree_depth, 1, MAX_WINDOW)
         factor, least = self.suffix_max_spec_factor, self.suffix_min_token_prob
         if not _is_number(factor) or not 0 < factor <= MAX_WINDOW:
             text = f"speculative_suffix_max_spec_factor={short_repr(factor)} must be a number above 0"
@@ -304,10 +305,9 @@ class SpeculativeConfig:
         if not _is_number(least) or not 0 <= least <= 1:
             text = f"speculative_suffix_min_token_prob={short_repr(least)} must be a number in 0..1"
             raise ConfigError(f"{text}: drafts that seem less probable are left out")
-        most = self.suffix_max_cached_requests
-        if most is not None and (type(most) is not int or most < 0):
-            text = f"speculative_suffix_max_cached_requests={short_repr(most)} must be an integer of at least 0"
-            raise ConfigError(f"{text}; leave it out if in doubt")
+        if self.suffix_max_cached_requests is not None:
+            name = "speculative_suffix_max_cached_requests"
+            to_int(name, self.suffix_max_cached_requests, 0, fix="leave it out if in doubt")
         if not self.counts_continuations:
             self._refuse_unless_default([name for name in _FIELDS if name.startswith("suffix_")], "SUFFIX")
 
@@ -322,7 +322,7 @@ class SpeculativeConfig:
         if self.remember and not self.shares_answers:
             text = "speculative_remember=True lets a request's drafts hold the answers to others of its extra_key"
             raise ConfigError(f"{text}; allow that with speculative_scope='namespace', or leave it out")
-        _check_int("speculative_store_bytes", self.store_bytes, MIN_STORE_BYTES, 1 << 50)
+        to_int("speculative_store_bytes", self.store_bytes, MIN_STORE_BYTES, 1 << 50)
 
     def _refuse_unless_default(self, names: Iterable[str], *algorithms: str) -> None:
         """Raise ConfigError for values that only these algorithms read. A default, ours or SGLang's, is none: command
@@ -352,17 +352,9 @@ def _value(config: SpeculativeConfig, name: str) -> object:
     return getattr(config, name)
 
 
-def _check_int(name: str, value: object, low: int, high: int) -> None:
-    if type(value) is not int or not low <= value <= high:
-        raise ConfigError(f"{name}={short_repr(value)} must be an integer in {low}..{high}")
-
-
 def _int_of(values: Mapping[str, object], key: str, high: int) -> int:
-    """The value of a key, an integer in 1..high. Raises ConfigError."""
-    value = values[key]
-    _check_int(key, value, 1, high)
-    assert isinstance(value, int)
-    return value
+    """Return the value of a key, an integer in 1..high. Raises ConfigError."""
+    return to_int(key, values[key], 1, high)
 
 
 def _parse_json(text: str) -> object:

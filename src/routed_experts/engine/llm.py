@@ -15,6 +15,7 @@ from routed_experts.core.capture_spec import WeightsDType
 from routed_experts.core.editable_sampling_params import EditableSamplingParams
 from routed_experts.core.error_text import short_repr, suggestion
 from routed_experts.core.errors import PARAM, ConfigError, InvalidRequestError, prompt_index
+from routed_experts.core.integers import to_int
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from routed_experts.core.keywords import ENGINE_NAMES, REQUEST_NAMES, check_keywords, request_error
 from routed_experts.core.peer_names import OTHER_NAMES
@@ -86,8 +87,8 @@ class LLM:
         `data_parallel_size` ranks have `tensor_parallel_size` devices each for attention, and the experts are on all
         of them. Other keywords of vLLM's LLM are translated, accepted without effect, or refused with what to use:
         docs/flags.md. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
-        for name, size in (("tensor_parallel_size", tensor_parallel_size), ("data_parallel_size", data_parallel_size)):
-            _check_count(name, size)
+        tensor_parallel_size = to_int("tensor_parallel_size", tensor_parallel_size, 1)
+        data_parallel_size = to_int("data_parallel_size", data_parallel_size, 1)
         if not isinstance(enable_prefix_caching, bool):
             text = f"enable_prefix_caching={short_repr(enable_prefix_caching)} must be True or False"
             raise ConfigError(f"{text}; False turns the cache off")
@@ -246,7 +247,7 @@ def _paddings(param: str, largest: int | None, usual: tuple[int, ...]) -> tuple[
     """Padded sizes up to `largest`: the usual ones below it, and itself. None without it."""
     if largest is None:
         return None
-    _check_count(param, largest)
+    largest = to_int(param, largest, 1)
     return (*(size for size in usual if size < largest), largest)
 
 
@@ -255,7 +256,7 @@ def _token_paddings(tokens: int | None, requests: int | None, usual: ServerArgs)
     usual_largest = usual.token_paddings[-1]
     if tokens is None and (requests or 0) <= usual_largest:
         return None
-    _check_count("max_num_batched_tokens", usual_largest if tokens is None else tokens)
+    to_int("max_num_batched_tokens", usual_largest if tokens is None else tokens, 1)
     limit = requests or usual.running_limit
     if tokens is not None and limit > tokens:
         text = (
@@ -263,12 +264,6 @@ def _token_paddings(tokens: int | None, requests: int | None, usual: ServerArgs)
         )
         raise ConfigError(f"{text}; give max_num_batched_tokens of at least {limit}, or lower max_num_seqs")
     return _paddings("max_num_batched_tokens", max(tokens or usual_largest, requests or 0), usual.token_paddings)
-
-
-def _check_count(param: str, value: object) -> None:
-    """Raise ConfigError unless the value counts something."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{param}={short_repr(value)} must be an integer of at least 1")
 
 
 @contextlib.contextmanager

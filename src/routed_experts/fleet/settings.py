@@ -4,11 +4,13 @@ import dataclasses
 import math
 
 from routed_experts.core.errors import ConfigError
+from routed_experts.core.integers import to_int, with_python_integers
 
 ROUTING_POLICIES = ("least_loaded", "session")
 MAX_REPLICAS = 10_000
 
 
+@with_python_integers
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSettings:
     """`num_replicas` engines behind one endpoint, each of them whole. A fleet is what has several replicas, or a
@@ -25,10 +27,7 @@ class FleetSettings:
 
     def __post_init__(self) -> None:
         """Check every field once."""
-        number = self.num_replicas
-        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MAX_REPLICAS:
-            text = f"num_replicas={number!r} must be an integer in 1..{MAX_REPLICAS}"
-            raise ConfigError(f"{text}; count the engines behind the endpoint")
+        to_int("num_replicas", self.num_replicas, 1, MAX_REPLICAS, fix="count the engines behind the endpoint")
         if self.routing_policy not in ROUTING_POLICIES:
             text = f"routing_policy={self.routing_policy!r} is unknown"
             raise ConfigError(f"{text}; choose one of {', '.join(ROUTING_POLICIES)}")

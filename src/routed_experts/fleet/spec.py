@@ -8,6 +8,7 @@ from typing import Any
 from routed_experts.core.dist_config import DistConfig
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.expert_offload_config import ExpertOffloadConfig
+from routed_experts.core.integers import is_integer
 from routed_experts.core.placement_config import PlacementConfig
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.core.speculative_config import SpeculativeConfig
@@ -64,7 +65,7 @@ def group_template(*, nnodes: int, node_rank: int | None, dist_init_addr: str | 
     if dist_init_addr is not None:
         text = f"dist_init_addr={dist_init_addr!r} with num_replicas: each replica chooses its own"
         raise ConfigError(f"{text}; leave dist_init_addr out")
-    address = _PLACEHOLDER if isinstance(nnodes, int) and nnodes > 1 else None
+    address = _PLACEHOLDER if is_integer(nnodes) and nnodes > 1 else None
     return DistConfig(nnodes=nnodes, dist_init_addr=address, **timeouts)
 
 

@@ -14,12 +14,12 @@ from jaxtyping import Bool, Int
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import RoutingFormatError
+from routed_experts.core.integers import is_integer
 from routed_experts.core.record_validation import (
     VersionLabels,
     VersionSpans,
     check_id_range,
     cut_version_spans,
-    is_integer,
     repeated_rows,
 )
 from routed_experts.core.routed_experts import RoutedExperts

@@ -7,7 +7,7 @@ from jaxtyping import Int, Int32
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import RoutingFormatError
-from routed_experts.core.record_validation import is_integer
+from routed_experts.core.integers import is_integer
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.formats.layout import (
     SequenceInfo,

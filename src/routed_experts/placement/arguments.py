@@ -8,14 +8,6 @@ from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PlacementError
 
 
-def check_integer(name: str, value: object, expected: str) -> int:
-    """Return an integer of Python or NumPy as one of Python, which no product overflows. Raises PlacementError for what
-    is no integer, as a float or a bool; `expected` describes a valid value."""
-    if not isinstance(value, int | np.integer) or isinstance(value, bool):
-        raise PlacementError(f"{name}={short_repr(value)} is {type(value).__name__}; expected {expected}")
-    return int(value)
-
-
 def check_type(name: str, value: object, *kinds: type) -> None:
     """Raise PlacementError for an object of none of these classes."""
     if not isinstance(value, kinds):

@@ -11,13 +11,15 @@ small cases; a placement of hundreds of instances on few devices is seldom touch
 Dims: M MoE layers, R rows placed separately (a layer, or its part on one node), E experts, I instances, V devices, s =
 I / V slots, C candidates of a row."""
 
+import functools
+
 import numpy as np
 from jaxtyping import Float, Float64, Int64
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PlacementError
+from routed_experts.core.integers import to_int
 from routed_experts.core.placement import ExpertPlacement, default_max_replicas
-from routed_experts.placement.arguments import check_integer
 
 _CLOSE = 1.008
 _STRICTLY = 1 - 1e-12  # below this share of the old value is an improvement; above it is rounding
@@ -51,13 +53,13 @@ def rebalance(
     shift = np.maximum(np.frexp(load.max(axis=1))[1], 0)  # [M]
     load = np.ldexp(load, -shift[:, None])
     num_experts = load.shape[1]
-    expected = "an integer of at least 1"
-    num_instances = check_integer("num_instances", num_instances, expected)
-    most = default_max_replicas(num_instances, num_experts) if max_replicas is None else max_replicas
-    limit = check_integer("max_replicas", most, expected)
-    num_devices = check_integer("num_devices", num_devices, expected)
-    num_groups = check_integer("num_groups", num_groups, expected)
-    num_nodes = check_integer("num_nodes", num_nodes, expected)
+    to_count = functools.partial(to_int, low=1, error=PlacementError)
+    num_instances = to_count("num_instances", num_instances)
+    usual = default_max_replicas(num_instances, num_experts)  # below 1 where the instances are too few
+    limit = usual if max_replicas is None else to_count("max_replicas", max_replicas)
+    num_devices = to_count("num_devices", num_devices)
+    num_groups = to_count("num_groups", num_groups)
+    num_nodes = to_count("num_nodes", num_nodes)
     _check_sizes(num_experts, num_instances, num_devices, num_groups, num_nodes, limit)
     groups, nodes = (num_groups, num_nodes) if num_groups % num_nodes == 0 else (1, 1)
     experts = _experts_of_nodes(load, groups, nodes)  # [M * nodes, E / nodes]
@@ -123,15 +125,6 @@ def _experts_of_nodes(
 def _check_sizes(
     num_experts: int, num_instances: int, num_devices: int, num_groups: int, num_nodes: int, max_replicas: int
 ) -> None:
-    sizes = {
-        "num_instances": num_instances,
-        "num_devices": num_devices,
-        "num_groups": num_groups,
-        "num_nodes": num_nodes,
-    }
-    for name, value in sizes.items():
-        if value < 1:
-            raise PlacementError(f"{name}={value}; expected at least 1")
     if num_instances < num_experts:
         raise PlacementError(
             f"num_instances={num_instances} for {num_experts} experts; expected at least one each, {num_experts} or "

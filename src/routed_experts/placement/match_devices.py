@@ -11,8 +11,9 @@ from jaxtyping import Int64
 
 from routed_experts.core.errors import PlacementError
 from routed_experts.core.installation import import_optional
+from routed_experts.core.integers import to_int
 from routed_experts.core.placement import ExpertPlacement
-from routed_experts.placement.arguments import check_integer, check_type
+from routed_experts.placement.arguments import check_type
 
 
 def num_copies(old: ExpertPlacement, new: ExpertPlacement) -> Int64[np.ndarray, " M"]:
@@ -40,8 +41,8 @@ def relabel(new: ExpertPlacement, old: ExpertPlacement, *, num_nodes: int = 1) -
     possible; its epoch follows that of `old`. Raises PlacementError where the sizes differ, ConfigError without
     SciPy (routed-experts[placement])."""
     check_same_sizes(old, new)
-    num_nodes = check_integer("num_nodes", num_nodes, "an integer of at least 1")
-    if num_nodes < 1 or new.num_devices % num_nodes:
+    num_nodes = to_int("num_nodes", num_nodes, 1, error=PlacementError)
+    if new.num_devices % num_nodes:
         raise PlacementError(
             f"num_nodes={num_nodes} does not divide num_devices={new.num_devices}; choose one that does"
         )

@@ -13,10 +13,11 @@ from jaxtyping import Bool, Float, Float64, Int, Int64
 
 from routed_experts.analysis import known_rows
 from routed_experts.core.errors import PlacementError
+from routed_experts.core.integers import to_int
 from routed_experts.core.placement import ResidencyMap
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.routing_stats import RoutingStats
-from routed_experts.placement.arguments import check_integer, check_number, check_type
+from routed_experts.placement.arguments import check_number, check_type
 from routed_experts.placement.eplb import checked_load
 
 _FAST, _SLOW = 256.0, 4096.0  # half-lives of the two averages, in tokens
@@ -93,10 +94,8 @@ class AdaptiveResidency:
         exchanges experts. Raises PlacementError."""
         counts = checked_load(counts)
         self.residency.check_model(*counts.shape)
-        for name, value, least in (("num_tokens", num_tokens, 0), ("num_steps", num_steps, 1)):
-            expected = f"an integer of at least {least}"
-            if check_integer(name, value, expected) < least:
-                raise PlacementError(f"{name}={value}; expected {expected}")
+        num_tokens = to_int("num_tokens", num_tokens, 0, error=PlacementError)
+        num_steps = to_int("num_steps", num_steps, 1, error=PlacementError)
         fast, slow = 0.5 ** (num_tokens / _FAST), 0.5 ** (num_tokens / _SLOW)
         observed = dataclasses.replace(
             self,
@@ -115,9 +114,8 @@ def most_used(load: Float[np.ndarray, "M E"], per_layer: int, previous: Residenc
     """Keep the `per_layer` experts of the largest load of each layer, ties to the lower id. An expert that was resident
     in `previous` keeps its slot, and the epoch is the next. Raises PlacementError."""
     load = checked_load(load)
-    per_layer = check_integer("per_layer", per_layer, f"an integer of 0 to {load.shape[1]}, all experts that there are")
-    if not 0 <= per_layer <= load.shape[1]:
-        raise PlacementError(f"per_layer={per_layer} resident experts; expected 0 to {load.shape[1]}, all there are")
+    meaning = ", all experts that there are"
+    per_layer = to_int("per_layer", per_layer, 0, load.shape[1], error=PlacementError, meaning=meaning)
     chosen = np.sort(np.argsort(-load, axis=1, kind="stable")[:, :per_layer], axis=1)
     if previous is None:
         return ResidencyMap.from_experts(chosen, num_experts=load.shape[1])

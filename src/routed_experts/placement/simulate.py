@@ -12,10 +12,11 @@ from jaxtyping import Float64, Int64, UInt
 
 from routed_experts.analysis import known_rows
 from routed_experts.core.errors import PlacementError
+from routed_experts.core.integers import to_int
 from routed_experts.core.load_metrics import count_experts
 from routed_experts.core.placement import ExpertPlacement, ResidencyMap
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.placement.arguments import check_integer, check_type
+from routed_experts.placement.arguments import check_type
 from routed_experts.placement.dispatch import Dispatch, dispatcher
 from routed_experts.placement.match_devices import num_copies
 from routed_experts.placement.residency import AdaptiveResidency, num_promoted
@@ -157,9 +158,7 @@ def _join_rows(records: Iterable[RoutedExperts], step_tokens: int) -> tuple[UInt
         other = next((record for record in listed if not isinstance(record, RoutedExperts)), records)
         where = "records hold" if is_list else "records is"
         raise PlacementError(f"{where} {type(other).__name__}; expected a list of RoutedExperts")
-    meaning = "at least 1, the tokens that devices share at a time"
-    step_tokens = check_integer("step_tokens", step_tokens, f"an integer of {meaning}")
-    if step_tokens < 1:
-        raise PlacementError(f"step_tokens={step_tokens}; expected {meaning}")
+    meaning = ", the tokens that devices share at a time"
+    step_tokens = to_int("step_tokens", step_tokens, 1, error=PlacementError, meaning=meaning)
     rows = known_rows(*listed)
     return rows, listed[0].num_experts

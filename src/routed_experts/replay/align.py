@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float32, Int, UInt
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import RoutingAlignmentError
+from routed_experts.core.integers import to_int
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.replay.batch import RoutedBatch
 from routed_experts.replay.check import allowed_versions, check_record, check_weights, layers_with_repeats
@@ -147,7 +148,7 @@ def _spans(samples: Sequence[Sample], layout: str, seq_len: int, prompt_width: i
             f"prompt_width={prompt_width!r} with layout={layout!r}; it belongs to pad_both, and only there"
         )
     if prompt_width is not None:
-        _check_int("prompt_width", prompt_width, 0, most=seq_len)
+        _check_int("prompt_width", prompt_width, 0, seq_len)
     spans: list[_Span] = []
     offset = 0
     for index, sample in enumerate(samples):
@@ -182,7 +183,7 @@ def _prompt_len(sample: Sample, index: int, layout: str) -> int:
         raise RoutingAlignmentError(
             f"sample {index}: prompt_len is missing; pad_both ends prompts at prompt_width, so give it"
         )
-    _check_int(f"sample {index}: prompt_len", sample.prompt_len, 0, most=sample.num_tokens)
+    _check_int(f"sample {index}: prompt_len", sample.prompt_len, 0, sample.num_tokens)
     if layout == "pad_both" and sample.record is not None and sample.record.num_prompt_tokens != sample.prompt_len:
         raise RoutingAlignmentError(
             f"sample {index}: prompt_len={sample.prompt_len}, and its record has a prompt of "
@@ -191,12 +192,5 @@ def _prompt_len(sample: Sample, index: int, layout: str) -> int:
     return sample.prompt_len
 
 
-def _check_int(name: str, value: object, least: int, *, most: int | None = None) -> None:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | np.integer)
-        or value < least
-        or (most is not None and value > most)
-    ):
-        limit = "" if most is None else f" and at most {most}"
-        raise RoutingAlignmentError(f"{name}={value!r} must be an integer of at least {least}{limit}")
+def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    to_int(name, value, low, high, error=RoutingAlignmentError)

@@ -11,7 +11,8 @@ from jaxtyping import Bool
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError, RoutingAlignmentError
-from routed_experts.core.record_validation import is_integer, repeated_rows
+from routed_experts.core.integers import is_integer
+from routed_experts.core.record_validation import repeated_rows
 from routed_experts.core.routed_experts import CombineWeights, RoutedExperts
 
 

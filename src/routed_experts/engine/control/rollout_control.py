@@ -2,11 +2,12 @@
 
 Dims: S tokens of a prompt, G of an answer."""
 
+import functools
 from collections.abc import Sequence
 
-from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PARAM, InvalidRequestError
 from routed_experts.core.extra_key import check_extra_key
+from routed_experts.core.integers import to_int
 from routed_experts.core.sampling_params import MAX_SEED
 from routed_experts.engine.control.context import EngineContext
 from routed_experts.engine.requests.input_processor import InputProcessor
@@ -35,14 +36,11 @@ class RolloutControl:
             raise InvalidRequestError(f"{text} speculative_scope='namespace'", param="speculative_scope")
         prompt = self._input_processor.check_rollout(prompt_ids, "prompt_ids")
         output = self._input_processor.check_rollout(output_ids, "output_ids")
-        if seed is not None:
-            _check_int("seed", seed, MAX_SEED)
-        _check_int("choice", choice, MAX_SEED)
-        namespace = check_extra_key(extra_key)
-        sample = DraftSample(namespace=namespace, noise=None if seed is None else (seed, choice))
+        choice = _to_int("choice", choice)
+        noise = None if seed is None else (_to_int("seed", seed), choice)
+        sample = DraftSample(namespace=check_extra_key(extra_key), noise=noise)
         self._context.thread.run_between_steps(lambda: speculation.remember(prompt, output, sample))
 
 
-def _check_int(param: str, value: object, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
-        raise InvalidRequestError(f"{PARAM}={short_repr(value)} must be an integer in 0..{most}", param=param)
+def _to_int(param: str, value: object) -> int:
+    return to_int(PARAM, value, 0, MAX_SEED, error=functools.partial(InvalidRequestError, param=param))

@@ -16,6 +16,7 @@ from routed_experts.core.errors import (
     PromptTooLongError,
     prompt_index,
 )
+from routed_experts.core.integers import is_integer
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.weight_version import WeightVersion
 from routed_experts.engine.control.context import EngineContext
@@ -70,7 +71,7 @@ class ScoreControl:
         """Token ids of one sequence, of this model and within its context."""
         is_list = ids.ndim == 1 if isinstance(ids, np.ndarray) else isinstance(ids, Sequence)
         is_list = is_list and len(ids) > 0
-        if not is_list or not all(isinstance(part, int | np.integer) and not isinstance(part, bool) for part in ids):
+        if not is_list or not all(map(is_integer, ids)):
             text = f"{PARAM}={short_repr(ids)} must be at least one token id, or a list of such lists"
             raise InvalidRequestError(text, param="token_ids")
         vocab, context = self._context.components.vocab_size, self._context.components.context_length

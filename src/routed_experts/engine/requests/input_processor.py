@@ -2,6 +2,7 @@
 typed error before a page is touched. Dims: S tokens of a prompt."""
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import threading
@@ -25,6 +26,7 @@ from routed_experts.core.errors import (
 from routed_experts.core.extra_key import check_extra_key
 from routed_experts.core.grammar_spec import TOKENS, GrammarSpec
 from routed_experts.core.grammar_state import CompiledGrammar
+from routed_experts.core.integers import is_integer, to_int
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from routed_experts.core.model_worker_batch import MAX_BIAS, MAX_GIVEN_IDS
 from routed_experts.core.sampling_params import ResolvedSampling, SamplingParams
@@ -32,7 +34,7 @@ from routed_experts.engine.requests.prompt_lists import check_prediction, split_
 from routed_experts.engine.requests.prompt_params import PromptParams, logprob_options, sampling_params_of
 from routed_experts.engine.requests.request_ids import request_ids
 from routed_experts.engine.requests.routing_options import SGLANG_DEFAULTS, RoutingDefaults, resolve_routing_options
-from routed_experts.engine.requests.token_ids import as_integers, is_id, is_nested
+from routed_experts.engine.requests.token_ids import as_integers, is_nested
 from routed_experts.engine.requests.tokenizer import Tokenizer
 from routed_experts.grammar.compiler import GrammarCompiler
 from routed_experts.grammar.token_rules import TokenRules
@@ -203,10 +205,9 @@ class InputProcessor:
         rank, num_ranks = request.data_parallel_rank, self.limits.num_ranks
         if rank is None:
             return None
-        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < num_ranks:
-            text = f"{PARAM}={short_repr(rank)} must be a data rank, 0 to {num_ranks - 1} (dp_size={num_ranks})"
-            raise InvalidRequestError(f"{text}; choose one, or leave it out", param="data_parallel_rank")
-        return rank
+        meaning, fix = f", a data rank (dp_size={num_ranks})", "choose one, or leave it out"
+        error = functools.partial(InvalidRequestError, param="data_parallel_rank")
+        return to_int(PARAM, rank, 0, num_ranks - 1, error=error, meaning=meaning, fix=fix)
 
     def check_count(self, param: str, count: int) -> None:
         """Raise InvalidRequestError for a call of no prompt, or of more than the queue holds."""
@@ -296,7 +297,7 @@ class InputProcessor:
         token_ids, param = call.token_ids_logprob, "token_ids_logprob"
         if token_ids is None:
             return ()
-        if not isinstance(token_ids, list | tuple) or not all(map(is_id, token_ids)):
+        if not isinstance(token_ids, list | tuple) or not all(map(is_integer, token_ids)):
             raise InvalidRequestError(f"{PARAM}={short_repr(token_ids)} must be a flat list of integers", param=param)
         ids, vocab = tuple(int(cast("int", token)) for token in token_ids), self.limits.vocab_size
         wrong = next((token for token in ids if not 0 <= token < vocab), None)

@@ -1,10 +1,12 @@
 """The sampling parameters of one prompt of a call, in the forms that callers have, and its logprobs."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PARAM, InvalidRequestError, raise_as
+from routed_experts.core.integers import to_int
 from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.core.sampling_params import FIELDS, SamplingParams, sent_names
 from routed_experts.engine.requests.prompt_lists import PromptCalls
@@ -68,11 +70,10 @@ def logprob_options(request: GenerateReqInput, params: SamplingParams, prompt_le
     start = -1 if request.logprob_start_len is None else request.logprob_start_len
     start = 0 if params.prompt_logprobs is not None else start
     top = 0 if request.top_logprobs_num is None else request.top_logprobs_num
-    if isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= MAX_TOP_LOGPROBS:
-        raise InvalidRequestError(f"{PARAM}={short_repr(top)} must be 0..{MAX_TOP_LOGPROBS}", param="top_logprobs_num")
-    if isinstance(start, bool) or not isinstance(start, int) or not -1 <= start < prompt_len:
-        text = f"{PARAM}={short_repr(start)} must be -1 (none of the prompt) or 0..{prompt_len - 1}"
-        raise InvalidRequestError(text, param="logprob_start_len", depends_on_prompt=True)
+    top_error = functools.partial(InvalidRequestError, param="top_logprobs_num")
+    top = to_int(PARAM, top, 0, MAX_TOP_LOGPROBS, error=top_error)
+    start_error = functools.partial(InvalidRequestError, param="logprob_start_len", depends_on_prompt=True)
+    start = to_int(PARAM, start, -1, prompt_len - 1, error=start_error, meaning=" (-1: none of the prompt)")
     if not (request.return_logprob or params.logprobs is not None or params.prompt_logprobs is not None):
         return False, -1, 0
     return True, start, max(top, params.logprobs or 0, params.prompt_logprobs or 0)

@@ -1,12 +1,15 @@
 """Routing options of a request: resolved from the request and its sampling parameters, validated, defaults applied."""
 
 import dataclasses
+import functools
+import numbers
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import OWN_NAMES, CaptureDisabledError, InvalidRequestError
+from routed_experts.core.integers import to_int
 from routed_experts.core.io_struct import GenerateReqInput, RoutingOptions
 from routed_experts.core.sampling_params import ROUTED_EXPERTS_FORMATS, ROUTED_EXPERTS_LAYERS, SamplingParams
 
@@ -118,14 +121,12 @@ def _start_len(request: GenerateReqInput, names: Mapping[str, str]) -> tuple[str
 
 
 def _checked_start(param: str, start: object, prompt_len: int) -> int:
+    error = functools.partial(InvalidRequestError, param=param, code="invalid_start", depends_on_prompt=True)
     start = 0 if start is None else start
-    if isinstance(start, bool) or not isinstance(start, int) or not 0 <= start <= prompt_len:
-        text = f"must be an integer in 0..{prompt_len}, the prompt's length"
-        if isinstance(start, int) and start > prompt_len:
-            text = f"is higher than the number of input tokens: it {text}"
-        text = f"{param}={short_repr(start)} {text}"
-        raise InvalidRequestError(text, param=param, code="invalid_start", depends_on_prompt=True)
-    return start
+    if isinstance(start, numbers.Integral) and int(start) > prompt_len:  # clients of SGLang read these words
+        text = f"{param}={short_repr(int(start))} is higher than the number of input tokens: it must be an integer in"
+        raise error(f"{text} 0..{prompt_len}, the prompt's length; lower it")
+    return to_int(param, start, 0, prompt_len, error=error, meaning=", the prompt's length")
 
 
 def _checked_format(form: object, defaults: RoutingDefaults) -> str:

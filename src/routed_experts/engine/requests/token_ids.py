@@ -7,6 +7,7 @@ import numpy as np
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PARAM, InvalidRequestError
+from routed_experts.core.integers import is_integer
 
 
 def is_nested(input_ids: object) -> bool:
@@ -17,10 +18,6 @@ def is_nested(input_ids: object) -> bool:
     return len(rows) > 0 and all(isinstance(row, list | tuple | range | np.ndarray) for row in rows)
 
 
-def is_id(part: object) -> bool:
-    return isinstance(part, int | np.integer) and not isinstance(part, bool)
-
-
 def as_integers(ids: object, param: str = "input_ids") -> np.ndarray:
     """Token ids as integers; refuses what only looks like an integer. Those that int64 does not hold are out of any
     vocabulary, and stay as they are for its message."""
@@ -28,7 +25,7 @@ def as_integers(ids: object, param: str = "input_ids") -> np.ndarray:
         array = ids
     else:
         parts: list[Any] | None = list(ids) if isinstance(ids, Sequence) and not isinstance(ids, str | bytes) else None
-        if parts is None or not all(is_id(part) for part in parts):
+        if parts is None or not all(is_integer(part) for part in parts):
             several = ", or a list of such lists" if param == "input_ids" else ""
             raise InvalidRequestError(f"{PARAM}={short_repr(ids)} must be a list of token ids{several}", param=param)
         try:
