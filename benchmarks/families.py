@@ -247,6 +247,11 @@ def measure_family(
     return rows, refused
 
 
+def without_rates(rows: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Rows of a small run, whose phases are too short to be timed: no rate, ratio or floor."""
+    return [{name: row[name] for name in ("family", "batch", "phase", "peer", "same")} for row in rows]
+
+
 def main() -> None:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -257,7 +262,8 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--peer", action="append", metavar="NAME=PYTHON")
-    parser.add_argument("--small", action="store_true", help="tiny models, one round, no result")
+    small = "tiny models, one round: whether a family runs, and `same`; no rates, no result"
+    parser.add_argument("--small", action="store_true", help=small)
     args = parser.parse_args()
     if args.small:
         args.batches, args.rounds, args.prompt, args.new = [2], 1, 8, 4
@@ -268,12 +274,14 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as temporary:
             folder = write_family(name, Path(temporary), small=args.small)
             own, without = measure_family(name, folder, args, rate, versions)
-        print_table(own)
+        print_table(without_rates(own) if args.small else own)
         rows, refused = rows + own, refused + without
         more = {"read_gb_per_s": rate / 1e9, "peers": versions, "refused": refused, **how}
         written = write_result(f"families_{args.dtype}_cpu", rows, **more)  # after each: a run that is cut has its rows
     for entry in refused:
         print(f"{entry['peer']} does not run {entry['family']}: {entry['why']}")
+    if args.small:
+        print(f"{', '.join(args.families)}: run; a small model is not timed, see `same`")
     print(f"this machine's cores read {rate / 1e9:.0f} GB/s")
     print(written)
 

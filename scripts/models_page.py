@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS
+from routed_experts.execution.absent_tpu import skip_absent_tpu
 from routed_experts.models.base.config_reader import ConfigReader
 from routed_experts.models.registry import FAMILIES, Family
 
@@ -224,4 +225,5 @@ def _row(architecture: str, family: Family) -> str:
 
 
 if __name__ == "__main__":
+    skip_absent_tpu()
     PAGE.write_text(render(), encoding="utf-8")

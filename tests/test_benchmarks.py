@@ -134,6 +134,24 @@ def test_every_script_is_in_the_table():
     assert [name for name in SCRIPTS if f"`{name}.py" not in table] == []
 
 
+SHOW_SMALL = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import families, peers
+one = {"prefill": 5.0, "tokens": [[1, 2]]}
+ours, theirs = peers.Timing(decode=-2561.0, **one), peers.Timing(decode=44.0, **one)
+rows = [{"family": "Glm4Moe", **row} for row in peers.table(2, [ours], {"transformers": [theirs]})]
+print(json.dumps(families.without_rates(rows)))
+"""
+
+
+def test_a_small_run_of_families_shows_no_rate():
+    """Its decode phase takes no measurable time: rates and ratios would be negative."""
+    same = {"family": "Glm4Moe", "batch": 2, "peer": "transformers", "same": 1.0}
+    expected = [same | {"phase": phase} for phase in ("prefill", "decode")]
+    assert json.loads(run(SHOW_SMALL, str(FOLDER))) == expected
+
+
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
