@@ -195,20 +195,22 @@ def test_spellings_of_vllm_and_sglang_are_known():
         (("bench", "serve", "--base-ur", "x"), "unrecognized arguments: --base-ur; did you mean --base-url?\n"),
         (("generate", "--enable-return-routed-experts"), "error: the following arguments are required: MODEL\n"),
         (("generate", "model", "--prompt", "a", "--page-sise", "8"), "--page-sise"),
-        (("generate", "model", "--prompt", "a", "--page-size", "many"), "many"),
+        (("generate", "model", "--prompt", "a", "--page-size", "many"), "'many' is no integer; give one, such as 8"),
+        (("generate", "model", "--prompt", "a", "--max-new-tokens", "abc"), "--max-new-tokens: 'abc' is no integer"),
+        (("chat", "model", "--temperature", "warm"), "--temperature: 'warm' is no number; give one, such as 0.5"),
         (("generate", "model", "--prompt", "a", "--dtype", "float4"), "float4"),
         (
             ("generate", "model", "--prompt", "a", "--quantization", "awq"),
             "argument --quantization: invalid choice: 'awq'",
         ),
-        (("generate", "model", "--prompt", "a", "--page-size", "0"), "page_size=0"),
+        (("generate", "model", "--prompt", "a", "--page-size", "0"), "--page-size 0 must be an integer of at least 1"),
         (
             ("generate", "model", "--prompt", "a", "--kt-num-gpu-experts", "4", "--kt-method", "AMXINT4"),
             "auto, bf16, f32",
         ),
         (
             ("generate", "model", "--prompt", "a", "--max-running-requests", "0", "--precompile-bs-paddings", "8"),
-            "max_running_requests=0",
+            "--max-running-requests 0 must be",
         ),
     ],
 )

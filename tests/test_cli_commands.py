@@ -60,14 +60,18 @@ def test_inspect_reads_shapes_without_weights(tmp_path, capsys, engine_factory):
         assert report["memory_plan"] == engine.memory_plan
         assert report["kv_tokens"] == (engine.components.plan.pool.num_pages - 1) * engine.server_args.page_size
     (folder / "model.safetensors").unlink()
+    plan = "\n".join(report["memory_plan"])
+    assert "slots of 12 bytes, 1 an id" in plan and "rows of two steps" in plan
     code, out, _ = run(capsys, "inspect", folder, "--config-only")
+    assert "12 bytes a token; capture is off (--enable-return-routed-experts)" in out
+    assert len(re.findall(r"^capture, (?:device|host) .* off$", out, re.M)) == 2 and " an id" not in out
     assert code == 0 and "3 MoE (1-3) × 16 experts top-4" in out and "bfloat16" in out
     code, out, _ = run(capsys, "inspect", folder, "--config-only", "--tp-size", "2", "--dp-size", "2")
     assert code == 0 and re.search(r"KV [\d,]+ tokens in each of 2 data ranks\n", out)
     code, _, err = run(capsys, "inspect", folder)
     assert code == 2 and "safetensors" in err
     code, _, err = run(capsys, "inspect", folder, "--config-only", "--max-total-tokens", str(10**12))
-    assert code == 1 and "max_total_tokens" in err
+    assert code == 1 and "--max-total-tokens" in err
 
 
 def test_tiny_writes_a_checkpoint_that_is_served(tmp_path, capsys):
@@ -113,7 +117,7 @@ def test_chat_answers_lines_until_they_end(tmp_path, capsys, monkeypatch):
     [
         ("--speculative-algorithm EAGLE3", "give the folder of its head"),
         ("--speculative-algorithm NGRAM --speculative-num-draft-tokens 64", "in 2..32"),
-        ("--speculative-num-steps 3", "without speculative_algorithm"),
+        ("--speculative-num-steps 3", "without --speculative-algorithm"),
     ],
 )
 def test_drafts_that_cannot_be_made_are_refused_by_each_command(capsys, command, flags, words):
@@ -361,6 +365,15 @@ def test_convert_refuses_flags_without_effect(answers, capsys, tmp_path, source,
     assert words.replace("SOURCE", str(source)).replace("TARGET", str(target)) in err
 
 
+def test_answers_go_to_files_that_other_commands_read(capsys, tmp_path):
+    for name in ("out.txt", "out.json", "out"):
+        argv = ("generate", tmp_path / "no model", "--prompt", "a", "--output", tmp_path / name)
+        code, _, err = run(capsys, *argv)
+        assert code == 2 and "name a file that ends in .jsonl (JSON lines) or .safetensors (an archive)" in err, err
+    code, _, err = run(capsys, *argv[:-1], "/dev/null")
+    assert code == 2 and "no checkpoint folder" in err, err
+
+
 def test_other_commands_refuse_flags_without_effect(capsys, tmp_path):
     network = ("--nnodes", 2, "--dist-init-addr", "127.0.0.1:5000")
     (tmp_path / "key").write_text("a-key-for-tests")
@@ -375,7 +388,7 @@ def test_other_commands_refuse_flags_without_effect(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("command", "texts"),
     [
-        (("generate",), ('{"prompt": "text"}', '"text"', '"input_ids"', "the answers: JSON lines, or an archive")),
+        (("generate",), ('{"prompt": "text"}', '"text"', '"input_ids"', "the answers: JSON lines (.jsonl)")),
         (("analyze", "report"), ("--output FILE.html", "the page to write")),
         (("analyze", "plot"), ("--output PICTURE", "the picture to write: .png, .svg, .pdf")),
         (("convert",), ("SOURCE TARGET", "SOURCE  an answer (.json)", "TARGET  .safetensors (the record)")),
@@ -406,7 +419,7 @@ def test_a_field_named_choices_is_a_field_and_no_response(tmp_path, capsys):
     code, text, err = run(capsys, "analyze", "stats", out)
     assert code == 0 and "1 records" in text, err
     code, _, err = run(capsys, "convert", out, tmp_path / "a.safetensors", "--choice", 1)
-    assert code == 2 and "index 1" in err
+    assert code == 2 and f"--choice 1, but {out}, line 1 is one answer without choices; leave --choice out" in err
 
 
 @pytest.mark.parametrize(

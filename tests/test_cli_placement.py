@@ -52,6 +52,14 @@ def run(capsys, *argv):
     return code, *capsys.readouterr()
 
 
+def test_a_plan_that_is_evaluated_on_its_own_records_says_so(files, capsys):
+    words = "made from the same records that it is evaluated on"
+    _, out, _ = run(capsys, files / "out.jsonl", "--residents", 4)
+    assert words in out and "--plan-from FILE" in out
+    _, out, _ = run(capsys, files / "out.jsonl", "--residents", 4, "--plan-from", files / "stats.npz")
+    assert words not in out
+
+
 @pytest.mark.parametrize("names", [["out.jsonl"], ["list.json"], ["one.json"], ["a.safetensors", "b.safetensors"]])
 def test_numbers_are_those_of_the_library_from_every_kind_of_file(files, capsys, names):
     flags = ["--plan-from", files / "stats.npz", "--instances", 20, "--devices", 4, "--residents", 4, "--json"]
@@ -132,13 +140,13 @@ def test_errors_name_what_is_wrong(files, capsys, tmp_path):
         ([tmp_path / "unknown.safetensors", "--residents", 1, "--json"], "no row is known, so there is nothing"),
         ([out], "there is nothing to plan; give --instances"),
         ([out, "--instances", 20], "--instances and --devices belong together"),
-        ([out, "--instances", 20, "--devices", 3], "num_devices=3 does not divide num_instances=20"),
+        ([out, "--instances", 20, "--devices", 3], "--devices 3 does not divide --instances 20"),
         ([out, "--instances", 1000, "--devices", 8], "--instances 1000 is above 256, which is 16 for each of 16"),
-        ([out, "--instances", 15, "--devices", 3], "num_instances=15 for 16 experts"),
+        ([out, "--instances", 15, "--devices", 3], "--instances 15 for 16 experts"),
         ([out, "--residents", 2, "--dispatch", "reroute"], "--dispatch 'reroute' is of instances, and has no effect"),
         ([out, "--residents", 2, "--groups", 5], "--groups 5 is of instances, and has no effect on --residents"),
         ([out, "--residents", 2, "--nodes", 1], "--nodes 1 is of instances, and has no effect on --residents"),
-        ([out, "--residents", 17], "17 must be an integer in 0..16, all experts that there are; lower it"),
+        ([out, "--residents", 17], "--residents 17 must be an integer in 0..16, all experts that there are; lower it"),
         ([tmp_path / "bare.jsonl", "--residents", 1], "bare.jsonl: line 1 holds no routed experts"),
         ([tmp_path / "cut.jsonl", "--residents", 1], "cut.jsonl: line 1 is no JSON"),
         ([tmp_path / "number.json", "--residents", 1], "number.json: the file holds no answer but a int"),
@@ -147,7 +155,7 @@ def test_errors_name_what_is_wrong(files, capsys, tmp_path):
         ([tmp_path / "choices.json", "--residents", 1], "choices.json: received a int"),
         ([tmp_path / "empty.jsonl", "--residents", 1], "empty.jsonl holds no answer"),
         ([tmp_path / "bytes.safetensors", "--residents", 1], "bytes.safetensors: "),
-        ([out, "--residents", 1, "--step-tokens", 0], "step_tokens"),
+        ([out, "--residents", 1, "--step-tokens", 0], "--step-tokens 0 must be"),
         ([out, "--residents", 1, "--plot", "x.foo"], "--plot x.foo is none of .png, .svg, .pdf"),
         ([files / "stats.npz", "--residents", 1], "name files that end in .jsonl, .json, .safetensors"),
         (
@@ -191,7 +199,7 @@ def test_a_plan_that_cannot_be_simulated_or_drawn_leaves_the_old_one(files, caps
     (tmp_path / "plan.npz").write_bytes(b"old")
     flags = [files / "out.jsonl", *plan, "--save", tmp_path / "plan.npz"]
     code, _, err = run(capsys, *flags, "--step-tokens", 0)
-    assert code == 2 and "step_tokens" in err and (tmp_path / "plan.npz").read_bytes() == b"old"
+    assert code == 2 and "--step-tokens 0" in err and (tmp_path / "plan.npz").read_bytes() == b"old"
     code, _, err = run(capsys, *flags, "--plot", tmp_path / "no" / "plan.png")
     assert code == 1 and "plan.png" in err and (tmp_path / "plan.npz").read_bytes() == b"old"
     assert run(capsys, *flags)[0] == 0 and (tmp_path / "plan.npz").read_bytes() != b"old"

@@ -55,7 +55,7 @@ def test_a_refusal_has_the_name_the_value_the_limits_and_the_fix(value, text):
 
 
 def test_a_limit_below_alone_a_meaning_and_a_fix_are_in_the_text():
-    with pytest.raises(ConfigError, match="^size=0 must be an integer of at least 1, a page; leave it out$"):
+    with pytest.raises(ConfigError, match=r"^size=0 must be an integer of at least 1, a page; leave it out$"):
         to_int("size", 0, 1, meaning=", a page", fix="leave it out")
 
 

@@ -125,6 +125,10 @@ def test_an_integer_of_any_size_is_out_of_the_vocabulary(engine, param, ids, wro
 
 
 @pytest.mark.parametrize("text", [" ", "\n\n", "\t", "\ufeff", "\0", "\u200b", "e\u0301", "<|im_end|>"])
+def test_an_item_that_is_no_token_id_is_named(engine):
+    assert "item 1 is 1.5: give an integer" in refused(engine, input_ids=[2, 1.5], param="input_ids")
+
+
 def test_text_that_only_looks_empty_is_a_prompt(engine, text):
     assert len(engine.generate(text, GREEDY, max_new_tokens=2)["output_ids"]) == 2
 
@@ -135,7 +139,7 @@ def test_a_prompt_too_long_for_the_context_names_what_fits(engine):
     text = refused(engine, PromptTooLongError, input_ids=[1] * 512, param="input_ids")
     assert text.endswith("with one new token; shorten it to at most 511")
     text = refused(engine, PromptTooLongError, input_ids=[1, 2, 3], max_new_tokens=510, param="max_new_tokens")
-    assert text.startswith("max_new_tokens=510 is too large. Requested token count exceeds the model's maximum context")
+    assert text.startswith("max_new_tokens=510: max_completion_tokens is too large. Requested token count exceeds the")
     assert "This model's maximum context length is 512 tokens" in text
     assert text.endswith("ask for at most 509")
     assert "at most 509" in refused(engine, PromptTooLongError, input_ids=[1, 2, 3], max_new_tokens=2**31 - 1)

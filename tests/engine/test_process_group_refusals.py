@@ -43,17 +43,17 @@ def restore_signals():
 
 GROUP = "--nnodes 2 --dist-init-addr ADDRESS"
 WRONG = {
-    "rank": (GROUP + " --node-rank 2", 2, "node_rank=2 must be an integer in 0..1"),
-    "no process": ("--nnodes 0", 2, "nnodes=0 must be"),
-    "no address": ("--nnodes 2", 2, "nnodes=2 needs dist_init_addr"),
+    "rank": (GROUP + " --node-rank 2", 2, "--node-rank 2 must be an integer in 0..1"),
+    "no process": ("--nnodes 0", 2, "--nnodes 0 must be"),
+    "no address": ("--nnodes 2", 2, "--nnodes 2 needs --dist-init-addr"),
     "last port": ("--nnodes 2 --dist-init-addr 127.0.0.1:65535", 2, "port must be 1 to 65534"),
     "no port": ("--nnodes 2 --dist-init-addr localhost", 2, "is not host:port"),
     "other machine": ("--nnodes 2 --dist-init-addr 192.0.2.1:5000", 1, "cannot listen on 192.0.2.1:5000"),
-    "no multiple": ("--nnodes 3 --dist-init-addr ADDRESS", 2, "tp_size=2 counts the devices of all 3 processes"),
-    "native experts": (GROUP + " --moe-backend native", 2, "moe_backend='native' with nnodes=2"),
-    "native attention": (GROUP + " --attention-backend native", 2, "attention_backend='native' with nnodes=2"),
-    "host experts": (GROUP + " --kt-num-gpu-experts 2", 2, "experts on the host with nnodes=2"),
-    "draft model": (GROUP + " --speculative-algorithm NEXTN", 2, "speculation by NEXTN with nnodes=2"),
+    "no multiple": ("--nnodes 3 --dist-init-addr ADDRESS", 2, "--tp-size 2 counts the devices of all 3 processes"),
+    "native experts": (GROUP + " --moe-backend native", 2, "--moe-backend 'native' with --nnodes 2"),
+    "native attention": (GROUP + " --attention-backend native", 2, "--attention-backend 'native' with --nnodes 2"),
+    "host experts": (GROUP + " --kt-num-gpu-experts 2", 2, "experts on the host with --nnodes 2"),
+    "draft model": (GROUP + " --speculative-algorithm NEXTN", 2, "speculation by NEXTN with --nnodes 2"),
     "nobody comes": (GROUP + " --dist-timeout 1", 1, "processes 1 of 2 did not come to"),
     "no leader": (GROUP + " --node-rank 1 --dist-timeout 1", 1, "process 0 is not reached at"),
     "no folder": ("--nnodes 2 --dist-init-addr ADDRESS --model-path nowhere", 2, "no checkpoint folder nowhere"),
@@ -72,7 +72,7 @@ def test_a_wrong_start_is_one_sentence_with_its_exit_code(folder, capfd, name):
     assert expected in line and len(line) < 1000, line
 
 
-@pytest.mark.parametrize(("offset", "expected"), [(0, "dist_init_addr"), (1, "JAX's coordinator, the next port")])
+@pytest.mark.parametrize(("offset", "expected"), [(0, "--dist-init-addr"), (1, "JAX's coordinator, the next port")])
 def test_ports_in_use_are_named(folder, capfd, offset, expected):
     address = free_address()
     host, port = address.rsplit(":", 1)

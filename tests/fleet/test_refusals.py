@@ -18,25 +18,25 @@ from routed_experts.fleet.spec import ReplicaSpec, check_resources, group_templa
 from routed_experts.server.limits import ServerSettings
 
 WRONG = {
-    "none": ("--num-replicas 0", "num_replicas=0 must be an integer in 1..10000"),
-    "less than none": ("--num-replicas -3", "num_replicas=-3 must be"),
-    "too many": ("--num-replicas 10001", "num_replicas=10001 must be"),
-    "no number": ("--num-replicas two", "invalid int value: 'two'"),
+    "none": ("--num-replicas 0", "--num-replicas 0 must be an integer in 1..10000"),
+    "less than none": ("--num-replicas -3", "--num-replicas -3 must be"),
+    "too many": ("--num-replicas 10001", "--num-replicas 10001 must be"),
+    "no number": ("--num-replicas two", "--num-replicas: 'two' is no integer; give one"),
     "unknown policy": ("--num-replicas 2 --routing-policy random", "choose one of least_loaded, session"),
-    "policy of one": ("--routing-policy session", "with num_replicas=1 routes to the one engine"),
-    "no address": ("--num-replicas 2 --ray-address=", "ray_address='' names no Ray cluster"),
+    "policy of one": ("--routing-policy session", "with --num-replicas 1 routes to the one engine"),
+    "no address": ("--num-replicas 2 --ray-address=", "--ray-address '' names no Ray cluster"),
     "no time to start": (
         "--num-replicas 2 --replica-startup-timeout 0",
-        "replica_startup_timeout=0.0 must be 1 to 86400",
+        "--replica-startup-timeout 0.0 must be 1 to 86400",
     ),
-    "no time to load": ("--num-replicas 2 --weight-update-timeout nan", "weight_update_timeout=nan must be 1 to 86400"),
-    "a rank": ("--num-replicas 2 --nnodes 2 --node-rank 1", "node_rank=1 with num_replicas: Ray starts the followers"),
-    "rank 0": ("--num-replicas 2 --nnodes 2 --node-rank 0", "node_rank=0 with num_replicas: Ray starts the followers"),
+    "no time to load": ("--num-replicas 2 --weight-update-timeout nan", "--weight-update-timeout nan must be 1 to"),
+    "a rank": ("--num-replicas 2 --nnodes 2 --node-rank 1", "--node-rank 1 with --num-replicas: Ray starts"),
+    "rank 0": ("--num-replicas 2 --nnodes 2 --node-rank 0", "--node-rank 0 with --num-replicas: Ray starts"),
     "an address": (
         "--num-replicas 2 --nnodes 2 --dist-init-addr 127.0.0.1:5000",
-        "dist_init_addr='127.0.0.1:5000' with num_replicas: each replica chooses its own",
+        "--dist-init-addr '127.0.0.1:5000' with --num-replicas: each replica chooses its own",
     ),
-    "no process": ("--num-replicas 2 --nnodes 0", "nnodes=0 must be"),
+    "no process": ("--num-replicas 2 --nnodes 0", "--nnodes 0 must be"),
     "no Ray": ("--num-replicas 2", "serve --num-replicas: ray is not installed; run"),
     "no Ray, but an address": ("--ray-address auto", "ray is not installed; run"),
 }

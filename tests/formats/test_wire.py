@@ -591,5 +591,5 @@ def test_a_response_is_read_by_the_index_of_its_choice():
     choices = [{"index": j, **fields} for j, fields in encoded.items()]
     assert record_from_response({"choices": choices}, choice=1) == later
     assert record_from_response({"choices": choices}) == example()
-    with pytest.raises(RoutingFormatError, match="2 choices, 0 of index 2"):
+    with pytest.raises(RoutingFormatError, match=r"choice=2 names 0 of the 2 choices of the response.* are 1, 0; "):
         record_from_response({"choices": choices}, choice=2)

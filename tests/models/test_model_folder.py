@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 from routed_experts import Engine
 from routed_experts.core.errors import CheckpointError
 from routed_experts.models.loading.checkpoint import save
+from routed_experts.models.loading.model_source import demo_model_path
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.registry import FAMILIES
 from support.tiny_checkpoint import tiny_config, tiny_tensors, write_tiny_checkpoint
@@ -212,3 +213,9 @@ def test_opening_reads_headers_and_loading_names_what_is_damaged(tmp_path):
     file.write_bytes(file.read_bytes()[:-7])
     with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged or cut short"):
         ModelFolder.open(folder)
+
+
+def test_demo_is_the_model_of_the_package(tmp_path, monkeypatch):
+    assert ModelFolder.open("demo").path == ModelFolder.open(demo_model_path()).path == demo_model_path()
+    monkeypatch.chdir(write_tiny_checkpoint(tmp_path / "demo", **PLAIN).parent)
+    assert ModelFolder.open("demo").config.num_layers == 2  # a folder of that name comes first

@@ -126,6 +126,8 @@ def test_errors_have_the_words_that_clients_look_for(engine, server):
         assert "max_completion_tokens is too large" in error["message"]
         assert "Requested token count exceeds the model's maximum context length" in error["message"]
         assert "This model's maximum context length is" in error["message"]
+    error = parse_error(server.post("/v1/completions", {"prompt": "a", "max_tokens": "a"}), 400)
+    assert error["message"] == "max_tokens='a': expected an integer or null, received text; correct the value"
     for fields, words in (
         ({"temperature": -1}, "temperature must be non-negative"),
         ({"top_p": 1.5}, "top_p must be in (0, 1]"),

@@ -20,7 +20,7 @@ from routed_experts.core.npz_io import write_arrays
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.formats import FRAMEWORKS, WITH_MARK
 from routed_experts.formats.archive import decode_answers, decode_record_and_tokens, encode_record, holds_answers
-from routed_experts.formats.meta_info import record_from_response
+from routed_experts.formats.meta_info import choices_of, record_from_response
 from routed_experts.formats.wire import encode_as_lists, encode_meta_info
 
 WIRE_FORMATS = ("int32", "npy", "packed", "list")
@@ -141,7 +141,14 @@ def _read_answer(source: Path, encoded: bytes, *, choice: int, line: int) -> Rou
             most = len(answers) - 1
             raise ConfigError(f"--choice {short_repr(choice)}, but {source} has answers 0 to {most}; choose one")
         response, choice = answers[choice], 0
-    return _require_record(record_from_response(response, choice), source)
+    where = f"{source}, line {line}" if source.suffix == ".jsonl" else str(source)
+    if choice != 0 and isinstance(response, Mapping) and choices_of(cast("Mapping[str, object]", response)) is None:
+        text = f"--choice {short_repr(choice)}, but {where} is one answer without choices"
+        raise ConfigError(f"{text}; leave --choice out, and choose among answers with --line")
+    try:
+        return _require_record(record_from_response(response, choice), source)
+    except RoutingFormatError as error:
+        raise RoutingFormatError(f"{where}: {str(error).replace('choice=', '--choice ')}") from error
 
 
 def _entry(answers: Sequence[_T], source: Path, line: int) -> _T:
@@ -173,7 +180,8 @@ def _write_arrays(record: RoutedExperts, target: Path, options: argparse.Namespa
     arrays = framework.encode(record, **({"missing": options.missing or "error"} if to in WITH_MARK else {}))
     if (to in _PAIRS) != (target.suffix == ".npz"):
         suffix = ".npz" if to in _PAIRS else ".npy"
-        raise ConfigError(f"--to {to} is written as {suffix}; {target} ends in {target.suffix}")
+        text = f"--to {to} is written as {suffix}; {target} ends in {target.suffix}"
+        raise ConfigError(f"{text}; name a file such as {target.with_suffix(suffix).name}")
     if to == "vllm021":
         write_arrays(target, {"prompt": arrays[0], "generated": arrays[1]})
     elif to == "megatron":

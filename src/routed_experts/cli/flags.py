@@ -43,8 +43,28 @@ _REQUIRED = re.compile(r"\b(?:are|is) required(?:: |$)")  # argparse's own text
 _LONG_VALUE = re.compile(  # in argparse's own text: the repr() of a value longer than errors show
     r"""((?:value|choice): )('(?:[^'\\]|\\.){61,}'|"(?:[^"\\]|\\.){61,}")"""
 )
+_FIELD_VALUE = re.compile(  # in an error: page_size=0, deterministic=True, or a name with an underscore alone
+    r"""(?<![\w./'"-])(?:(?P<name>[a-z][a-z0-9_]*)=(?P<value>True\b|(?=\S))|(?P<bare>[a-z][a-z0-9]*_[a-z0-9_]+)(?![\w=/'"(-]))"""
+)
 _WORD = re.compile(r"[\w.-]+")
 _NUMBER = re.compile(r"-?[0-9.]+")
+
+
+def _to_integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{short_repr(text)} is no integer; give one, such as 8") from error
+
+
+def _to_number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{short_repr(text)} is no number; give one, such as 0.5") from error
+
+
+_NUMBER_TYPES: Mapping[type, Callable[[str], object]] = MappingProxyType({int: _to_integer, float: _to_number})
 
 
 class Parser(argparse.ArgumentParser):
@@ -53,7 +73,13 @@ class Parser(argparse.ArgumentParser):
     that the error is about this command."""
 
     takes_peer_flags = False  # those of other servers; set by `add_engine_flags`
+    keyword_flags: Mapping[str, str] = MappingProxyType({})  # flags by the keyword of a library call; set by a command
     _parsed_words: Sequence[str] = ()
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        for kind, convert in _NUMBER_TYPES.items():  # `type=int` and `type=float` of every flag
+            self.register("type", kind, convert)
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  # overloads that differ in their result
         self, args: Any = None, namespace: Any = None
@@ -71,6 +97,30 @@ class Parser(argparse.ArgumentParser):
         if self.takes_peer_flags:
             parsed.ignored_flags = tuple(ignored)
         return parsed, unknown
+
+    def command_parser(self, command: str) -> "Parser":
+        """The parser of a subcommand."""
+        return cast("Parser", self._command_parsers()[command])
+
+    def name_flags(self, text: str) -> str:
+        """Name flags in the text of an error where it names fields and keywords: --page-size 0 for page_size=0. A call,
+        such as Engine(...), stays as it is."""
+        flags = self._flags_by_name()
+        return _FIELD_VALUE.sub(lambda field: _show_flag(field, flags), text) if "(..." not in text else text
+
+    def _flags_by_name(self) -> dict[str, str]:
+        parsers = [self, *self._command_parsers().values()]
+        flags = {
+            action.dest: next((flag for flag in action.option_strings if flag.startswith("--")), "")
+            for parser in parsers
+            for action in parser._actions
+        }
+        placement = {dest.removeprefix("placement_"): flag for dest, flag in flags.items()}
+        return {name: flag for name, flag in {**placement, **flags, **self.keyword_flags}.items() if flag}
+
+    def _command_parsers(self) -> Mapping[str, argparse.ArgumentParser]:
+        group = self._subparsers
+        return {} if group is None else group._group_actions[0].choices  # pyright: ignore[reportReturnType]
 
     def _unknown_words(self, unknown: Sequence[str]) -> str:
         """The error of unknown words, with the flag that is nearest to the first of them."""
@@ -99,6 +149,13 @@ class Parser(argparse.ArgumentParser):
 def with_short_values(message: str) -> str:
     """An error of argparse, in which a long value is cut."""
     return _LONG_VALUE.sub(lambda shown: shown[1] + short_repr(ast.literal_eval(shown[2])), message)
+
+
+def _show_flag(field: re.Match[str], flags: Mapping[str, str]) -> str:
+    flag = flags.get(field["name"] or field["bare"])
+    if flag is None:
+        return field[0]
+    return flag if field["bare"] or field["value"] == "True" else f"{flag} "
 
 
 class _PeerFlags:
@@ -413,10 +470,11 @@ def _own_type(name: str, kind: Callable[[str], object]) -> Callable[[str], objec
     """A converter of words to values of a field that knows the values of other servers."""
     if name not in OTHER_VALUES:
         return kind
+    read = _NUMBER_TYPES.get(kind, kind) if isinstance(kind, type) else kind
 
     def convert(text: str) -> object:
         value = own_value(name, text)
-        return kind(value) if isinstance(value, str) else value
+        return read(value) if isinstance(value, str) else value
 
     convert.__name__ = getattr(kind, "__name__", "value")  # which argparse shows
     return convert

@@ -37,7 +37,7 @@ from routed_experts.cli.flags import (
     speculative_args,
 )
 from routed_experts.core.atomic_write import atomic_write
-from routed_experts.core.error_text import nearest_name, short_repr
+from routed_experts.core.error_text import nearest_name, short_repr, short_text
 from routed_experts.core.errors import ConfigError, InvalidRequestError
 from routed_experts.core.interrupts import hold_interrupts
 from routed_experts.core.server_args import ServerArgs
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 BATCH_SIZE = 256  # prompts of one call, where the queue holds them
 _PROMPT_KEYS = ("prompt", "text", "input_ids")
+_OUTPUT_SUFFIXES = (".jsonl", ".safetensors")  # of files that other commands read
 _ANSWER_KEYS = ("output_ids", "meta_info")  # text is a prompt
 _INPUT_HELP = """a JSON object a line, - for standard input: {"prompt": "text"} (or "text", as in /generate) or
 {"input_ids": [1, 2, 3]}; other fields but output_ids and meta_info are copied to the line of the answer"""
@@ -75,7 +76,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=None,
         metavar="FILE",
-        help="the answers: JSON lines, or an archive .safetensors; default: text on standard output",
+        help="the answers: JSON lines (.jsonl), or an archive (.safetensors); default: text on standard output",
     )
     add_engine_flags(parser, leave_out=("model_path", "skip_tokenizer_init"))
     add_expert_flags(parser)
@@ -94,6 +95,7 @@ def run(options: argparse.Namespace, start_time: float) -> int:
         "speculative": speculative_args(options),
     }
     check_sampling_flags(options)
+    _check_output(options.output)
     prompts = list(_read(options.input) if options.prompt is None else _from_flags(options.prompt))
     output: Path | None = options.output
     as_archive = output is not None and output.suffix == ".safetensors"
@@ -120,6 +122,15 @@ def run(options: argparse.Namespace, start_time: float) -> int:
             with part.open("w", encoding="utf-8") as lines:
                 lines.writelines(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
     return 0
+
+
+def _check_output(output: Path | None) -> None:
+    """Raise ConfigError for a file whose ending no command reads. A device or a pipe has none."""
+    if output is None or output.suffix in _OUTPUT_SUFFIXES or (output.exists() and not output.is_file()):
+        return
+    lines, archive = _OUTPUT_SUFFIXES
+    text = f"--output {short_text(str(output))} ends in {output.suffix!r}, which analyze, convert and placement do not"
+    raise ConfigError(f"{text} read; name a file that ends in {lines} (JSON lines) or {archive} (an archive)")
 
 
 @contextlib.contextmanager

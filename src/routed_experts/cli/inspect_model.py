@@ -38,7 +38,8 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     ranks = f" in each of {args.dp_size} data ranks" if args.dp_size > 1 else ""
     print(f"vocabulary      {model.vocab_size:,}   {context}   KV {model.kv_tokens:,} tokens{ranks}")
     if model.moe_layer_ids:
-        print(f"routed experts  {model.row_bytes:,} bytes a token")
+        off = "" if args.enable_return_routed_experts else "; capture is off (--enable-return-routed-experts)"
+        print(f"routed experts  {model.row_bytes:,} bytes a token{off}")
     print(f"layers run      {'; '.join(f'{platform}: {path}' for platform, path in model.layer_paths.items())}")
     for line in model.memory_plan:
         print(line)

@@ -15,7 +15,15 @@ from pathlib import Path
 from routed_experts.cli import analyze, bench, chat, convert, doctor, generate, inspect_model, placement, serve, tiny
 from routed_experts.cli.bootstrap import PROGRAM, start_jax, version
 from routed_experts.cli.flags import Parser
-from routed_experts.core.errors import MachineError, PeerLostError, RoutedExpertsError, WriteError
+from routed_experts.core.errors import (
+    CheckpointError,
+    ConfigError,
+    InvalidRequestError,
+    MachineError,
+    PeerLostError,
+    RoutedExpertsError,
+    WriteError,
+)
 from routed_experts.models.loading.model_source import DEMO, find_model
 
 _ERRNO = re.compile(r"^\[Errno -?\d+\] ")
@@ -28,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without Δ shows ? instead
-    options = make_parser().parse_args(argv)
+    parser = make_parser()
+    options = parser.parse_args(argv)
     try:
         code = options.run(options, start_time)
         sys.stdout.flush()  # reports a full disk now
@@ -36,7 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PeerLostError as error:
         return _report_error(options.command, error, code=error.exit_code)
     except RoutedExpertsError as error:
-        return _report_error(options.command, error, code=1 if isinstance(error, MachineError) else 2)
+        text = str(error)
+        if isinstance(error, ConfigError | InvalidRequestError) and not isinstance(error, CheckpointError):
+            text = parser.command_parser(options.command).name_flags(text)
+        return _report_error(options.command, text, code=1 if isinstance(error, MachineError) else 2)
     except BrokenPipeError:  # the reader closed standard output
         _close_stdout()
         return 1
@@ -47,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """All commands with their flags."""
     parser = Parser(
         prog=PROGRAM, description="Serve Mixture-of-Experts models and know which experts every token was routed to."

@@ -3,7 +3,9 @@
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from jaxtyping import Float64
 from routed_experts import placement
 from routed_experts.analysis.metrics import known_rows
 from routed_experts.cli.bootstrap import start_jax
+from routed_experts.cli.flags import Parser
 from routed_experts.cli.record_files import SUFFIXES, read_records
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import ConfigError, RoutingAlignmentError
@@ -24,11 +27,22 @@ from routed_experts.placement.simulate import STEP_TOKENS
 
 Columns = dict[str, Float64[np.ndarray, " M"]]
 _RESIDENCY_STEP = 8  # tokens of a decode step, unless --step-tokens says otherwise
+_KEYWORD_FLAGS: Mapping[str, str] = MappingProxyType(  # of functions that plan
+    {
+        "per_layer": "--residents",
+        "num_instances": "--instances",
+        "num_devices": "--devices",
+        "num_groups": "--groups",
+        "num_nodes": "--nodes",
+    }
+)
 _PICTURES = (".png", ".svg", ".pdf")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `placement`."""
+    if isinstance(parser, Parser):
+        parser.keyword_flags = _KEYWORD_FLAGS
     forms = ", ".join(SUFFIXES)
     parser.add_argument(
         "files", type=Path, nargs="+", metavar="FILE", help=f"recorded routing that plans are evaluated on: {forms}"
@@ -119,6 +133,9 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     print(f"{totals['tokens']:,} tokens, {model}")
     for name, columns in tables.items():
         _print_table(_title(name, options), learned.layer_ids, columns)
+    if options.plan_from is None:
+        print("\nThe plan was made from the same records that it is evaluated on: on other traffic it does less.")
+        print("--plan-from FILE makes it from others.")
     return 0
 
 

@@ -28,9 +28,9 @@ class MemoryPlan:
     """Bytes by purpose, and the pool that fits, on each of `num_devices`. `capture_device` is two steps' rows,
     `capture_host` the stores by slot, of all of `num_ranks` data ranks, `rank_weights` the weights that are whole in
     every rank, `verify_scores` what the largest verify step samples from, `verify_inputs` what
-    its recurrent layers store, `combine_bytes` those combine weights among the `row_bytes` of a slot. A quantised
-    checkpoint has `checkpoint_bytes`, and `checkpoint_form` names its formats; `has_kv_scales`: it has scales of keys
-    and values, which the pool's codes have."""
+    its recurrent layers store. A slot has `row_bytes` (0 without capture): expert ids of `id_bytes` each, and combine
+    weights of `combine_bytes`. A quantised checkpoint has `checkpoint_bytes`, and `checkpoint_form` names its formats;
+    `has_kv_scales`: it has scales of keys and values, which the pool's codes have."""
 
     pool: KVPoolSpec
     weights: int
@@ -47,6 +47,7 @@ class MemoryPlan:
     num_ranks: int = 1
     rank_weights: int = 0
     combine_bytes: int = 0
+    id_bytes: int = 1
     checkpoint_bytes: int = 0
     checkpoint_form: str = ""
     has_kv_scales: bool = False
@@ -65,7 +66,7 @@ class MemoryPlan:
     def lines(self) -> list[str]:
         """The plan as it is printed, one purpose a line."""
         tokens = (self.pool.num_pages - 1) * self.pool.page_size
-        rows = f"{self.pool.num_slots * self.num_ranks:,} slots of {self.row_bytes:,} bytes, one or two an id"
+        rows = f"{self.pool.num_slots * self.num_ranks:,} slots of {self.row_bytes:,} bytes, {self.id_bytes} an id"
         if self.combine_bytes:
             rows += f"; of them {self.combine_bytes:,} are combine weights"
         each = f"each of {self.num_devices} devices, as is all of this but the host's part"
@@ -87,8 +88,8 @@ class MemoryPlan:
             *([f"  by data rank  {format_size(self.rank_weights)}  {of_ranks}"] if self.num_ranks > 1 else []),
             f"penalties       {format_size(self.penalties)}  {penalties}",
             f"KV pages        {format_size(self.kv)}  {tokens:,} tokens of {self.pool.bytes_per_token:,} bytes{form}",
-            f"capture, device {format_size(self.capture_device)}  rows of two steps",
-            f"capture, host   {format_size(self.capture_host)}  {rows}",
+            f"capture, device {format_size(self.capture_device)}  {'rows of two steps' if self.row_bytes else 'off'}",
+            f"capture, host   {format_size(self.capture_host)}  {rows if self.row_bytes else 'off'}",
             *([verify] if self.verify_scores else []),
             *([draft] if self.draft.weights else []),
             *([inputs] if self.verify_inputs else []),
@@ -134,6 +135,7 @@ def plan_memory(
         capture_host=pool.num_slots * demand.row_bytes * args.dp_size,
         row_bytes=demand.row_bytes,
         combine_bytes=0 if capture is None else capture.weight_bytes,
+        id_bytes=1 if capture is None else capture.dtype.itemsize,
         limit=demand.limit,
         num_devices=args.tp_size,
         num_ranks=args.dp_size,

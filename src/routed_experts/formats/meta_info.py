@@ -10,6 +10,7 @@ from typing import cast
 import numpy as np
 from jaxtyping import Int32
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import RoutingFormatError
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.formats import packed
@@ -24,6 +25,8 @@ from routed_experts.formats.wire import (
     decode_base64,
     decode_routed_experts,
 )
+
+_SHOWN_CHOICES = 8  # of a response, in an error
 
 
 def extract_routed_experts_from_meta_info(data: Mapping[str, object]) -> Int32[np.ndarray, " R*L*K"] | None:
@@ -62,11 +65,15 @@ def record_from_response(response: Mapping[str, object], choice: int = 0) -> Rou
     choice_list = cast("list[Mapping[str, object]]", choices) if isinstance(choices, list) else []
     for entry in choice_list:
         _require_mapping(entry)
-    chosen = [entry for position, entry in enumerate(choice_list) if entry.get("index", position) == choice]
+    indices = [entry.get("index", position) for position, entry in enumerate(choice_list)]
+    chosen = [entry for entry, index in zip(choice_list, indices, strict=True) if index == choice]
+    if choices is None:
+        text = f"choice={choice} of one answer of /generate, which has no choices"
+        raise RoutingFormatError(f"{text}; leave choice out, or give 0")
     if len(chosen) != 1:
-        raise RoutingFormatError(
-            f"response has {len(choice_list)} choices, {len(chosen)} of index {choice}; expected exactly one"
-        )
+        listed = ", ".join(map(short_repr, indices[:_SHOWN_CHOICES])) or "none"
+        text = f"choice={choice} names {len(chosen)} of the {len(choice_list)} choices of the response"
+        raise RoutingFormatError(f"{text}, whose indices are {listed}; expected exactly one: give its index")
     return record_from_meta_info({PROMPT_KEY: response.get(PROMPT_KEY), **chosen[0]})
 
 

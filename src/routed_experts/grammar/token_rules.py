@@ -41,7 +41,7 @@ class TokenRules:
         wrong = next((token for token in allowed or () if token >= vocab_size), None)
         if wrong is not None:
             text = f"{PARAM} holds the token id {wrong}, out of vocabulary: this model's ids are 0..{vocab_size - 1}"
-            raise InvalidRequestError(text, param="allowed_token_ids")
+            raise InvalidRequestError(f"{text}; give ids of this model's tokenizer", param="allowed_token_ids")
         if words and encode is None:
             text = f"{PARAM} are text, but this engine has no tokenizer; give logit_bias"
             raise InvalidRequestError(text, param="bad_words")

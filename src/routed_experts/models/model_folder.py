@@ -34,6 +34,7 @@ from routed_experts.models.loading.checkpoint import Checkpoint, check
 from routed_experts.models.loading.dummy_weights import dummy_model
 from routed_experts.models.loading.fused_experts import fuse_experts
 from routed_experts.models.loading.kv_scales import read_kv_scales
+from routed_experts.models.loading.model_source import model_path
 from routed_experts.models.loading.quantized_checkpoint import (
     GROUP_SCALES,
     NONE_RETAINED,
@@ -81,18 +82,20 @@ class ModelFolder:
 
     @staticmethod
     def open(path: str | Path, *, load_format: str = "auto") -> "ModelFolder":
-        """Read config.json and, unless `load_format` is "dummy", the tensors' headers. Raises CheckpointError naming
-        everything that does not fit, and ConfigError for another format."""
+        """Read config.json and, unless `load_format` is "dummy", the tensors' headers. `path`: a folder, or "demo", the
+        model of the package. Raises CheckpointError naming everything that does not fit, and ConfigError for another
+        format."""
         if load_format not in LOAD_FORMATS:
             raise ConfigError(f"load_format={load_format!r} is unknown; choose one of {', '.join(LOAD_FORMATS)}")
+        path = model_path(path)
         accepted = {name: family.accepted_quirks for name, family in FAMILIES.items()}
         values = read_config(path, architectures=accepted, quantization=METHODS)
         architecture = parse_architecture(values)
         family = FAMILIES[architecture]
-        config = family.read_config(ConfigReader(values, Path(path) / "config.json"))
+        config = family.read_config(ConfigReader(values, path / "config.json"))
         if load_format == "dummy":
             return ModelFolder(
-                path=Path(path), architecture=architecture, family=family, config=config, checkpoint=None, sources=()
+                path=path, architecture=architecture, family=family, config=config, checkpoint=None, sources=()
             )
         quantization = QuantizationConfig.read(path, values)
         quantized = None if quantization is None else open_quantized(Checkpoint(path), quantization)
@@ -105,7 +108,7 @@ class ModelFolder:
         if config.tie_embeddings:
             _check_tied(checkpoint, sources)
         return ModelFolder(
-            path=Path(path),
+            path=path,
             architecture=architecture,
             family=family,
             config=config,

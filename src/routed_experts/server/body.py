@@ -108,6 +108,17 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
 _MISSING = re.compile(r"missing required field `(\w+)`")
 _JSON_PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`")
+_TYPES = re.compile(r"Expected `([^`]*)`, got `([^`]*)`")  # msgspec's own text
+_TYPE_WORDS: Mapping[str, str] = MappingProxyType(
+    {
+        "int": "an integer",
+        "float": "a number",
+        "str": "text",
+        "bool": "true or false",
+        "array": "a list",
+        "object": "an object",
+    }
+)
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _Struct_co = TypeVar("_Struct_co", bound=msgspec.Struct, covariant=True)
 
@@ -309,11 +320,21 @@ def _convert(values: dict[str, object], kind: type[_Struct]) -> _Struct:
         param = re.split(r"[.\[]", path, maxsplit=1)[0] or (missing[1] if missing else None)
         shape = _SHAPES.get(param or "")
         fix = "correct the value" if shape is None else f"send a value such as {shape}"
-        text = f"{path or 'the body'}: {_JSON_PATH.sub('', str(error))}; {fix}"
+        is_scalar = path in values and not isinstance(values[path], dict | list)
+        field = f"{path}={short_repr(values[path])}" if is_scalar else path or "the body"
+        text = f"{field}: {_TYPES.sub(_in_words, _JSON_PATH.sub('', str(error)))}; {fix}"
         raise ApiError(text, status=400, code="invalid_request", param=param) from error
     except (OverflowError, RecursionError) as error:
         text = f"the body holds a number that is too large ({error})"
         raise ApiError(text, status=400, code="invalid_request") from error
+
+
+def _in_words(types: re.Match[str]) -> str:
+    """What msgspec expected and received, in words: "expected an integer or null, received text"."""
+    expected, received = (
+        " or ".join(_TYPE_WORDS.get(kind, kind) for kind in kinds.split(" | ")) for kinds in types.groups()
+    )
+    return f"expected {expected}, received {received}"
 
 
 def check_depth(raw: bytes) -> None:

@@ -218,7 +218,7 @@ def to_seed(seed: int | None, param: str = "seed") -> int | None:
     """Map an int64 to a seed of the engine, which has 63 bits; negative seeds stay distinct. Raises
     InvalidRequestError naming `param`."""
     if seed is not None and not -(2**63) <= seed < 2**63:
-        limits = "greater_than_equal -2**63 and less_than_equal 2**63 - 1"
-        text = f"{PARAM} is {short_repr(seed)}, but must be an integer of 64 bits: {limits}"
+        limits = "-2**63 to 2**63 - 1; choose another, or leave it out"
+        text = f"{PARAM} is {short_repr(seed)}, but must be an integer of 64 bits, {limits}"
         raise InvalidRequestError(text, param=param)
     return None if seed is None else seed % 2**63

@@ -240,7 +240,7 @@ class InputProcessor:
         if ids.size and (ids.min() < 0 or ids.max() >= vocab):
             wrong = short_repr(int(ids[(ids < 0) | (ids >= vocab)][0]))
             text = f"{PARAM} holds the token id {wrong}, out of vocabulary: this model's {vocab} ids are 0..{vocab - 1}"
-            raise InvalidRequestError(text, param=param)
+            raise InvalidRequestError(f"{text}; encode with this model's tokenizer", param=param)
         return ids
 
     def check_rollout(self, ids: Sequence[int], param: str) -> Int32[np.ndarray, " S"]:
@@ -359,10 +359,12 @@ class InputProcessor:
         if params.max_tokens > room:
             if cut:
                 return room
+            # Clients of vLLM and SGLang look for three phrases: "max_completion_tokens is too large", "Requested token
+            # count exceeds the model's maximum context length" and "This model's maximum context length is".
             text = (
-                f"{PARAM}={params.max_tokens} is too large. Requested token count exceeds the model's maximum context "
-                "length: max_completion_tokens is too large. This model's maximum context length is "
-                f"{limits.context_length} tokens (KV pool {limits.pool_tokens}), and the prompt has {prompt_len}"
+                f"{PARAM}={params.max_tokens}: max_completion_tokens is too large. Requested token count exceeds the "
+                f"model's maximum context length. This model's maximum context length is {limits.context_length} "
+                f"tokens (KV pool {limits.pool_tokens}), and the prompt has {prompt_len}"
             )
             raise PromptTooLongError(f"{text}; ask for at most {room}", param="max_tokens")
         return params.max_tokens
@@ -384,7 +386,7 @@ class InputProcessor:
             if wrong:
                 ids = f"this model's {vocab} ids are 0..{vocab - 1}"
                 text = f"{PARAM} holds the token id {wrong[0]}, out of vocabulary: {ids}"
-                raise InvalidRequestError(text, param=param)
+                raise InvalidRequestError(f"{text}; give ids of this model's tokenizer", param=param)
         room = MAX_BIAS - len(sampling.logit_bias)
         if sampling.min_tokens > 0 and len(stop_token_ids) > room:
             text = (

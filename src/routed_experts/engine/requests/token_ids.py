@@ -27,7 +27,11 @@ def as_integers(ids: object, param: str = "input_ids") -> np.ndarray:
         parts: list[Any] | None = list(ids) if isinstance(ids, Sequence) and not isinstance(ids, str | bytes) else None
         if parts is None or not all(is_integer(part) for part in parts):
             several = ", or a list of such lists" if param == "input_ids" else ""
-            raise InvalidRequestError(f"{PARAM}={short_repr(ids)} must be a list of token ids{several}", param=param)
+            text = f"{PARAM}={short_repr(ids)} must be a list of token ids{several}"
+            wrong = next((item for item in enumerate(parts or ()) if not is_integer(item[1])), None)
+            if wrong is not None:
+                text = f"{text}; item {wrong[0]} is {short_repr(wrong[1])}: give an integer"
+            raise InvalidRequestError(text, param=param)
         try:
             array = np.asarray(parts, np.int64)
         except OverflowError:

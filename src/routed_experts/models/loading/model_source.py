@@ -41,6 +41,11 @@ def draft_folder_path(path: str | os.PathLike[str]) -> Path:
     return demo_head_path() if os.fspath(path) == DEMO and not is_folder(path) else Path(path)
 
 
+def model_path(path: str | os.PathLike[str]) -> Path:
+    """The path of a model on this machine: itself, or of `demo` the folder in the package."""
+    return demo_model_path() if os.fspath(path) == DEMO and not is_folder(path) else Path(path)
+
+
 def local_folder(model: str) -> Path | None:
     """The folder of a model on this machine; None for the id of a repository. Raises CheckpointError for neither."""
     folder = Path(model)
@@ -61,7 +66,7 @@ def model_name(model: str) -> str:
 
 def full_path(model: str) -> str:
     """The absolute path of a folder, also that of the demo model; the id of a repository as it is."""
-    folder = demo_model_path() if model == DEMO and not is_folder(DEMO) else Path(model)
+    folder = model_path(model)
     return str(folder.resolve()) if is_folder(folder) else model
 
 
