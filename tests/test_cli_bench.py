@@ -125,7 +125,7 @@ def test_buckets_are_chosen_from_what_steps_cost_here(tmp_path, capsys):
         (["--most", "0"], "--most 0 must be at least 1"),
         (["--load", "normal"], "load 'normal' is unknown; choose one of uniform"),
         (["--load", "no_such.json"], "no_such.json"),
-        (["--context-length", "2"], "context_length=2 has no decode step between two tokens; give at least 3"),
+        (["--context-length", "2"], "--context-length 2 has no decode step between two tokens; give at least 3"),
     ],
 )
 def test_buckets_that_cannot_be_chosen_end_with_a_sentence(flags, message, tmp_path, capsys):

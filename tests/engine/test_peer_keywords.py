@@ -313,7 +313,7 @@ def test_an_answer_beyond_the_context_ends_as_with_vllm(llm):
         assert len(choice.token_ids) == 32 - len(prompt) and choice.finish_reason == "length"
     with pytest.raises(PromptTooLongError, match="This model's maximum context length is 32 tokens"):
         llm.generate({"prompt_token_ids": list(range(1, 33))})
-    with pytest.raises(PromptTooLongError, match=r"max_new_tokens=1000 is too large"):
+    with pytest.raises(PromptTooLongError, match=r"max_new_tokens=1000: max_completion_tokens is too large"):
         llm.engine.generate(input_ids=prompt, sampling_params={"max_new_tokens": 1000})
 
 

@@ -79,7 +79,7 @@ CASES = {
     "unknown backend": (None, ["--moe-backend", "sealed", "--enable-return-routed-experts"], 2, "sealed"),
     "unsupported combination": (None, ["--deterministic", "--moe-backend", "tiled"], 2, "deterministic"),
     "more devices than there are": (None, ["--tp-size", "4"], 1, "is above the .*device_count=4"),
-    "a plan that does not fit": (None, ["--max-total-tokens", "1000000000000"], 1, "max_total_tokens"),
+    "a plan that does not fit": (None, ["--max-total-tokens", "1000000000000"], 1, "--max-total-tokens"),
 }  # and a port in use: below
 
 

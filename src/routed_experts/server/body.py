@@ -115,7 +115,7 @@ _TYPE_WORDS: Mapping[str, str] = MappingProxyType(
         "float": "a number",
         "str": "text",
         "bool": "true or false",
-        "array": "a list",
+        "array": "an array",
         "object": "an object",
     }
 )
