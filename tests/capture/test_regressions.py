@@ -30,6 +30,7 @@ from routed_experts.formats.metadata import to_metadata
 from routed_experts.formats.wire import npy_bytes
 from routed_experts.layers.moe import MoeBackend, reference_experts
 from routed_experts.replay.forward import RoutedBatch, forward
+from support.backends import with_moe
 from support.tiny_checkpoint import tiny_config, tiny_tensors, write_tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("fast_compilation", "lazy_compilation")
@@ -71,7 +72,7 @@ def make_rng(seed):
 
 
 def test_a_backend_that_hides_its_ids_is_refused_at_build(tokenizer):
-    hidden = BackendRegistry().with_moe(MoeBackend(name="sealed", run=reference_experts, reveals_ids=False))
+    hidden = with_moe(BackendRegistry(), MoeBackend(name="sealed", run=reference_experts, reveals_ids=False))
     with pytest.raises(CaptureUnsupportedError, match="'sealed' hides the ids"):
         new_engine(tokenizer, registry=hidden, moe_backend="sealed")
     with new_engine(tokenizer, registry=hidden, moe_backend="sealed", capture=False) as engine:
@@ -94,7 +95,7 @@ def test_every_registered_backend_fills_every_row(backend):
 # --- stale rows on slot reuse: rows keyed by slot, never cleared
 
 
-def test_reused_slot_never_shows_the_last_tenant(testbed):
+def test_reused_slot_never_shows_rows_of_the_request_before(testbed):
     drive, rng = testbed.drive(pages=int(2.3 * 10)), make_rng(2)  # sequences of up to 40 tokens, pages of 4
     reqs = [
         request(f"r{i}", random_prompt(rng, rng.integers(1, 37)), int(rng.integers(1, 5)), temperature=1.0, seed=i)
@@ -370,7 +371,7 @@ def test_missing_row_fails_the_request_with_its_position(testbed):
     for rid in ("hurt", "quiet"):
         drive.core.capturers[0].host_cache.clear(drive.core.ranks[0].pages.kv_slots(drive.reqs[rid], 17, 18))
     drive.run()
-    with pytest.raises(RoutingIncompleteError, match="token 17 is not known"):
+    with pytest.raises(RoutingIncompleteError, match=r"token 17 is not known; expected all \d+ rows"):
         raise drive.outputs["hurt"].end.error
     assert drive.outputs["hurt"].end.routed_experts is None
     assert len(drive.outputs["hurt"].tokens) == 10

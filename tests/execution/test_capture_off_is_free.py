@@ -236,7 +236,7 @@ def never():
     return build_from(model_texts(), without(programs, PROGRAM_NAMES))
 
 
-def test_nothing_of_the_feature_is_left_in_the_build_that_never_heard_of_it():
+def test_nothing_of_the_feature_is_left_in_the_build_without_it():
     for module, names in (MODEL_NAMES | {programs: PROGRAM_NAMES}).items():
         before, after = set(names_in(inspect.getsource(module))), set(names_in(without(module, names)))
         assert names <= before and names.isdisjoint(after)
@@ -254,7 +254,7 @@ def test_nothing_of_the_feature_is_left_in_the_build_that_never_heard_of_it():
 @pytest.mark.parametrize(
     ("moe", "attention"), [("tiled", "paged"), ("reference", "reference"), ("grouped", "paged"), ("native", "native")]
 )
-def test_off_is_the_build_that_never_heard_of_it(moe, attention):
+def test_off_is_the_build_without_the_feature(moe, attention):
     expected, got = never().jobs(moe=moe, attention=attention), REAL.jobs(moe=moe, attention=attention)
     assert got.keys() == expected.keys()
     forward_only = moe != "tiled"  # what follows the forward pass runs no expert

@@ -145,7 +145,7 @@ class _RoutedExpertsHostCache:
         assert ids.max(initial=0) < self._spec.num_experts, (
             f"expert {ids.max()} of {self._spec.num_experts}"
         )  # what was not written, too
-        live, generated = _dispatch_meta(steps, counts)
+        live, generated = _live_and_generated(steps, counts)
         versions = np.repeat(np.array([step[2] for step in steps], np.int32), counts)
         assert versions.min(initial=0) > _NO_ROW, versions.min()
         if live is not None:
@@ -297,7 +297,7 @@ def _pack(ids: UInt[np.ndarray, "R M*K"], spec: CaptureSpec) -> Int32[np.ndarray
     return words
 
 
-def _dispatch_meta(
+def _live_and_generated(
     steps: Sequence[_Step], counts: Sequence[int]
 ) -> tuple[Bool[np.ndarray, " R"] | None, Bool[np.ndarray, " R"]]:
     """Return which rows of these steps to file, None for all, and which are of generated tokens."""

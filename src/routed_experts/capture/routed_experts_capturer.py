@@ -1,8 +1,8 @@
 """The capturer files the rows of each step beside their KV pages and assembles the record of a sequence.
 
 One capturer for each engine; a draft model has its own or none. `_RoutedExpertsCapturerNoop` is capture switched
-off: its device cache is None, so that the compiled program is the one without capture. Host methods run on the
-engine thread, never under jit. Order of a page's life: on_pages_allocated (old rows invalid) -> on_forward_end of
+off. The device side of capture is `device_cache.py`, which the programs call. Methods run on the engine thread, never
+under jit. Order of a page's life: on_pages_allocated (old rows invalid) -> on_forward_end of
 the steps that write it -> collect or save -> page released. Rows of a step in flight are filed before its requests
 are collected or saved. Dims: N padded tokens, R rows, M MoE layers, K experts per token, P pages."""
 
@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 import numpy as np
 from jaxtyping import Bool, Int, Int32, UInt
 
-from routed_experts.capture.device_cache import RoutedExpertsDeviceCache, create_device_cache
 from routed_experts.capture.host_cache import RoutedExpertsHostCache, SavedRows
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import CaptureDisabledError, CaptureUnsupportedError, RoutingIncompleteError
@@ -45,10 +44,6 @@ class RoutedExpertsCapturer(ABC):
     @abstractmethod
     def enabled(self) -> bool:
         """Whether rows are recorded."""
-
-    @abstractmethod
-    def device_cache(self, num_tokens: int) -> RoutedExpertsDeviceCache | None:
-        """Make a step's device cache at trace time; None when off."""
 
     @abstractmethod
     def on_pages_allocated(self, pages: Int[np.ndarray, " P"]) -> None:
@@ -130,9 +125,6 @@ class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
     def enabled(self) -> bool:
         return True
 
-    def device_cache(self, num_tokens: int) -> RoutedExpertsDeviceCache | None:
-        return create_device_cache(self.spec, num_tokens)
-
     def on_pages_allocated(self, pages: Int[np.ndarray, " P"]) -> None:
         self.host_cache.clear_pages(pages)
 
@@ -175,11 +167,10 @@ class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
         ids, valid, versions = self._read_rows(slots, start=start, num_rows=num_rows, saved=saved)
         if not valid.all():
             missing = np.flatnonzero(~valid)
+            more = f", nor that of {missing.size - 1} more" if missing.size > 1 else ""
             raise RoutingIncompleteError(
-                f"the routing of token {start + int(missing[0])} is not known, nor that of {missing.size - 1} more of "
-                f"the {num_rows} rows from token {start} on; expected all of them, so the request fails: report this "
-                "with "
-                "the request"
+                f"the routing of token {start + int(missing[0])} is not known{more}; expected all {num_rows} rows from "
+                f"token {start} on, so the request fails: report this with the request"
             )
         return RoutedExperts.from_spec(
             self.spec,
@@ -245,9 +236,6 @@ class _RoutedExpertsCapturerNoop(RoutedExpertsCapturer):
     def enabled(self) -> bool:
         return False
 
-    def device_cache(self, num_tokens: int) -> RoutedExpertsDeviceCache | None:
-        return None
-
     def on_pages_allocated(self, pages: Int[np.ndarray, " P"]) -> None:
         return
 
@@ -303,16 +291,17 @@ def _refuse() -> NoReturn:
     )
 
 
-# For scripts; nothing inside the engine reads it. A ContextVar: a test or task that sets it changes it for no other,
+# For scripts; the engine never reads or sets it. A ContextVar: a test or task that sets it changes it for no other,
 # and a thread receives the capturer as an argument.
 _global_experts_capturer: ContextVar[RoutedExpertsCapturer | None] = ContextVar("global_experts_capturer", default=None)
 
 
 def get_global_experts_capturer() -> RoutedExpertsCapturer:
-    """Return the capturer that this script (context) has set, or one that records nothing."""
+    """Return the capturer that this script (context) has set, or one that records nothing. The engine never sets it:
+    for the rows of an engine's requests pass return_routed_experts=True."""
     return _global_experts_capturer.get() or _RoutedExpertsCapturerNoop()
 
 
 def set_global_experts_capturer(capturer: RoutedExpertsCapturer) -> None:
-    """Set the capturer of this script (context)."""
+    """Set the capturer of this script (context), for its own forward passes. The engine never sets or reads it."""
     _global_experts_capturer.set(capturer)
