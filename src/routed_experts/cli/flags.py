@@ -272,13 +272,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, leave_out: Sequence[str
     flags of other servers from now on."""
     if isinstance(parser, Parser):
         parser.takes_peer_flags = True
-    group = parser.add_argument_group("engine")
-    for field in dataclasses.fields(ServerArgs):
-        if field.name not in leave_out:
-            flags = (_flag(field.name), *map(_flag, OTHER_NAMES.get(field.name, ())))
-            text = describe(field.name, field.default)
-            keywords = _argument_keywords(field.type, field.name)
-            group.add_argument(*flags, dest=field.name, default=argparse.SUPPRESS, help=text, **keywords)
+    group = _add_field_flags(parser, ServerArgs, "engine", leave_out=leave_out)
     group.add_argument(
         "--enable-expert-parallel", action="store_true", default=argparse.SUPPRESS, help="--ep-size is --tp-size"
     )
@@ -331,12 +325,8 @@ def _load_format(text: str) -> str:
 
 def add_expert_flags(parser: argparse.ArgumentParser) -> None:
     """Add one flag a field of ExpertOffloadConfig; `residency` takes a name or the file of a plan."""
-    group = parser.add_argument_group("experts on the host")
-    for field in dataclasses.fields(ExpertOffloadConfig):
-        plan: dict[str, Any] = {"metavar": _RESIDENCY_METAVAR}
-        keywords = plan if field.name == "residency" else _argument_keywords(field.type)
-        text = describe(field.name, field.default)
-        group.add_argument(_flag(field.name), dest=field.name, default=argparse.SUPPRESS, help=text, **keywords)
+    plan = {"metavar": _RESIDENCY_METAVAR}
+    _add_field_flags(parser, ExpertOffloadConfig, "experts on the host", keywords={"residency": plan})
 
 
 def expert_args(options: argparse.Namespace) -> ExpertOffloadConfig:
@@ -376,13 +366,10 @@ def placement_args(options: argparse.Namespace) -> PlacementConfig | None:
 
 def add_speculative_flags(parser: argparse.ArgumentParser) -> None:
     """Add one flag a field of SpeculativeConfig, and vLLM's --speculative-config."""
-    group = parser.add_argument_group("speculative decoding")
-    for field in dataclasses.fields(SpeculativeConfig):
-        name = f"speculative_{field.name}"
-        switch: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
-        keywords = switch if field.type is bool else _argument_keywords(field.type)
-        flags, text = map(_flag, (name, *OTHER_NAMES.get(name, ()))), describe(name, field.default)
-        group.add_argument(*flags, dest=name, default=argparse.SUPPRESS, help=text, **keywords)
+    switch = {"action": argparse.BooleanOptionalAction}
+    switches = {field.name: switch for field in dataclasses.fields(SpeculativeConfig) if field.type is bool}
+    title = "speculative decoding"
+    group = _add_field_flags(parser, SpeculativeConfig, title, prefix="speculative_", keywords=switches)
     example = 'speculative decoding in the form of vLLM: {"method": "ngram", "num_speculative_tokens": 3}'
     group.add_argument("--speculative-config", metavar=JSON, default=argparse.SUPPRESS, help=example)
 
@@ -396,15 +383,7 @@ def speculative_args(options: argparse.Namespace) -> SpeculativeConfig | None:
 
 def add_dist_flags(parser: argparse.ArgumentParser) -> None:
     """Add one flag a field of DistConfig."""
-    group = parser.add_argument_group("several processes")
-    for field in dataclasses.fields(DistConfig):
-        group.add_argument(
-            *map(_flag, (field.name, *OTHER_NAMES.get(field.name, ()))),
-            dest=field.name,
-            default=argparse.SUPPRESS,
-            help=describe(field.name, field.default),
-            **_argument_keywords(field.type),
-        )
+    _add_field_flags(parser, DistConfig, "several processes")
 
 
 def dist_args(options: argparse.Namespace) -> DistConfig:
@@ -414,15 +393,7 @@ def dist_args(options: argparse.Namespace) -> DistConfig:
 
 def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
     """Add one flag a field of FleetSettings."""
-    group = parser.add_argument_group("a fleet of engines")
-    for field in dataclasses.fields(FleetSettings):
-        group.add_argument(
-            _flag(field.name),
-            dest=field.name,
-            default=argparse.SUPPRESS,
-            help=describe(field.name, field.default),
-            **_argument_keywords(field.type),
-        )
+    _add_field_flags(parser, FleetSettings, "a fleet of engines")
 
 
 def fleet_args(options: argparse.Namespace) -> FleetSettings:
@@ -436,6 +407,27 @@ def replica_dist_args(options: argparse.Namespace) -> DistConfig:
 
     defaults: dict[str, Any] = {"nnodes": 1, "node_rank": None, "dist_init_addr": None}
     return group_template(**(defaults | _given_fields(options, DistConfig)))
+
+
+def _add_field_flags(
+    parser: argparse.ArgumentParser,
+    config: type,
+    title: str,
+    *,
+    prefix: str = "",
+    leave_out: Sequence[str] = (),
+    keywords: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> Any:
+    """Add a group with one flag, by all its names, a field of a config class. `keywords`: of `add_argument`, where they
+    do not follow from the field's type. Returns the group."""
+    group = parser.add_argument_group(title)
+    for field in dataclasses.fields(config):
+        if field.name not in leave_out:
+            name = prefix + field.name
+            own = keywords.get(field.name) or _argument_keywords(field.type, name)
+            flags, text = map(_flag, (name, *OTHER_NAMES.get(name, ()))), describe(name, field.default)
+            group.add_argument(*flags, dest=name, default=argparse.SUPPRESS, help=text, **own)
+    return group
 
 
 def _given_fields(options: argparse.Namespace, config: type, *, prefix: str = "") -> dict[str, Any]:
