@@ -6,6 +6,11 @@ import numpy as np
 from jaxtyping import UInt32
 
 
+def num_mask_words(vocab_size: int) -> int:
+    """How many words of a mask, of 32 bits, the tokens of a vocabulary take."""
+    return -(-vocab_size // 32)
+
+
 class GrammarState(Protocol):
     """Where one sequence stands in its grammar. Engine thread only. Ids are those of the model's vocabulary."""
 

@@ -16,6 +16,7 @@ from routed_experts.core.integers import is_integer
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
+MAX_TOP_LOGPROBS = 20  # of SGLang's top_logprobs_num, and of the programs
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 1024

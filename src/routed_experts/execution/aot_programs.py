@@ -11,8 +11,9 @@ from flax import nnx
 from jax.sharding import Sharding
 from jaxtyping import Array
 
+from routed_experts.core.grammar_state import num_mask_words
 from routed_experts.core.model_worker_batch import MAX_BIAS, MAX_GIVEN_IDS, ForwardMode, SamplingMode
-from routed_experts.execution.forward_batch import BatchShape, num_mask_words
+from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.programs import OUT_SPECS, ForwardOut, ProgramSpec, forward, score_prompt
 from routed_experts.execution.recurrent_ops import commit_states
 from routed_experts.execution.sampler import (

@@ -42,6 +42,16 @@ class BatchShape:
     num_requests: int
     table_width: int
 
+    def to_json(self) -> list[str | int]:
+        """The sizes as orders hold them."""
+        return [self.mode.value, self.num_tokens, self.num_requests, self.table_width]
+
+    @staticmethod
+    def from_json(sizes: Sequence[Any]) -> "BatchShape":
+        """Read what `to_json` returned. Raises ValueError for other values."""
+        mode, tokens, requests, width = sizes
+        return BatchShape(mode=ForwardMode(mode), num_tokens=tokens, num_requests=requests, table_width=width)
+
     def segments(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every array in the packed form, in order."""
         n, b, w = (self.num_tokens,), (self.num_requests,), self.table_width
@@ -171,7 +181,7 @@ class StepInputs:
 
     @staticmethod
     def from_batches(batches: Sequence[ModelWorkerBatch], shape: BatchShape, packed: Any) -> "StepInputs":
-        """Of the batch of each data rank and their packed metadata."""
+        """Build the inputs from the batch of each data rank and their packed metadata."""
         bias, first = None, batches[0]
         if first.sampling_mode is SamplingMode.FULL:
             ids, values = zip(*map(_bias, batches), strict=True)
@@ -181,10 +191,10 @@ class StepInputs:
 
     @staticmethod
     def from_order(order: Order, *, num_ranks: int) -> "StepInputs":
-        """Of a STEP order. Raises ProcessMismatchError for one that is none."""
+        """Read the inputs from a STEP order. Raises ProcessMismatchError for a malformed order."""
         try:
-            mode, tokens, requests, width, sampling, has_targets = order.head["step"]
-            shape = BatchShape(mode=ForwardMode(mode), num_tokens=tokens, num_requests=requests, table_width=width)
+            *sizes, sampling, has_targets = order.head["step"]
+            shape = BatchShape.from_json(sizes)
             packed, *rest = order.arrays
             targets = rest.pop() if has_targets else None
             bias = (rest[0], rest[1]) if rest else None
@@ -199,20 +209,13 @@ class StepInputs:
     @property
     def head(self) -> dict[str, object]:
         """The head of its order."""
-        shape, has_targets = self.shape, self.prompt_targets is not None
-        sizes = shape.num_tokens, shape.num_requests, shape.table_width
-        return {"step": [shape.mode.value, *sizes, int(self.sampling_mode), has_targets]}
+        return {"step": [*self.shape.to_json(), int(self.sampling_mode), self.prompt_targets is not None]}
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
         """The arrays of its order."""
         targets = () if self.prompt_targets is None else (self.prompt_targets,)
         return (self.packed, *(self.bias or ()), *targets)
-
-
-def num_mask_words(vocab_size: int) -> int:
-    """How many words of a mask the tokens of a vocabulary take."""
-    return -(-vocab_size // 32)
 
 
 def unpack_words(packed: Int[Array, " words"], shape: BatchShape) -> dict[str, Array]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from routed_experts.core.errors import PARAM, InvalidRequestError
 from routed_experts.core.grammar_spec import CHOICE, GRAMMAR, JSON, REGEX, SCHEMA_OPTIONS, GrammarSpec
+from routed_experts.core.grammar_state import num_mask_words
 from routed_experts.grammar.states import LLGrammarState, error_of
 from routed_experts.grammar.vocabulary import VocabularySource, build_vocabulary, import_llguidance
 
@@ -61,7 +62,7 @@ class LLCompiledGrammar:
         grammar that allows nothing at all is refused before it is queued."""
         state = self.start()
         if not state.forced_tokens():
-            state.fill(np.zeros(-(-vocab_size // 32), np.uint32), keep_end=True)
+            state.fill(np.zeros(num_mask_words(vocab_size), np.uint32), keep_end=True)
         self._forced = state.forced_run
         return state.error
 

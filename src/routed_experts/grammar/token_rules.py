@@ -12,6 +12,7 @@ from jaxtyping import UInt32
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PARAM, InvalidRequestError
 from routed_experts.core.grammar_spec import GrammarSpec
+from routed_experts.core.grammar_state import num_mask_words
 
 _ALL = np.uint32(0xFFFFFFFF)
 
@@ -52,7 +53,7 @@ class TokenRules:
                 text = f"{PARAM} holds {short_repr(word)}, which has no ids within a text; give logit_bias"
                 raise InvalidRequestError(text, param="bad_words")
             banned += spelled
-        return TokenRules(allowed, banned, num_words=-(-vocab_size // 32))
+        return TokenRules(allowed, banned, num_words=num_mask_words(vocab_size))
 
     def start(self) -> "TokenRuleState":
         """The state of a new sequence."""

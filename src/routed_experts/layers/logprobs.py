@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
+from routed_experts.core.sampling_params import MAX_TOP_LOGPROBS
 from routed_experts.layers.lm_head import REFERENCE_HEAD, HeadProduct, LmHead
 
-MAX_TOP_LOGPROBS = 20
 _BLOCK_ROWS = 64
 
 # The log probabilities of given tokens of each row, ids in 0..V-1.

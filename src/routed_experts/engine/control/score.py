@@ -23,7 +23,7 @@ from routed_experts.core.buckets import Buckets
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import ProcessMismatchError
 from routed_experts.core.io_struct import TokenizedGenerateReqInput
-from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch, StepResult
+from routed_experts.core.model_worker_batch import ModelWorkerBatch, StepResult
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
@@ -236,10 +236,10 @@ class ScoreInputs:
 
     @staticmethod
     def from_order(order: Order) -> "ScoreInputs":
-        """Of a SCORE order. Raises ProcessMismatchError for one that is none."""
+        """Read the inputs from a SCORE order. Raises ProcessMismatchError for a malformed order."""
         try:
-            mode, tokens, requests, width, num_routed, has_targets = order.head["step"]
-            shape = BatchShape(mode=ForwardMode(mode), num_tokens=tokens, num_requests=requests, table_width=width)
+            *sizes, num_routed, has_targets = order.head["step"]
+            shape = BatchShape.from_json(sizes)
             packed, *rest = order.arrays
             if num_routed not in (0, 2, 3):
                 raise ValueError(f"{num_routed} arrays of rows")
@@ -251,10 +251,9 @@ class ScoreInputs:
 
     def send(self, orders: OrderSender) -> int:
         """Send its order; returns the order's `seq`."""
-        shape, arrays = self.shape, [self.packed, *(self.routed or ())]
-        sizes = [shape.mode.value, shape.num_tokens, shape.num_requests, shape.table_width]
+        arrays = [self.packed, *(self.routed or ())]
         targets = [] if self.targets is None else [self.targets]
-        head = {"step": [*sizes, len(self.routed or ()), self.targets is not None]}
+        head = {"step": [*self.shape.to_json(), len(self.routed or ()), self.targets is not None]}
         return orders.send(OrderKind.SCORE, head, [*arrays, *targets])
 
 

@@ -8,10 +8,8 @@ from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PARAM, InvalidRequestError, raise_as
 from routed_experts.core.integers import to_int
 from routed_experts.core.io_struct import GenerateReqInput
-from routed_experts.core.sampling_params import FIELDS, SamplingParams, sent_names
+from routed_experts.core.sampling_params import FIELDS, MAX_TOP_LOGPROBS, SamplingParams, sent_names
 from routed_experts.engine.requests.prompt_lists import PromptCalls
-
-MAX_TOP_LOGPROBS = 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
