@@ -1,5 +1,4 @@
-"""Load metrics of even and uneven loads against worked numbers. Balancedness of placements:
-tests/placement/test_match_devices.py; of records: tests/analysis/test_metrics.py.
+"""Load metrics of even and uneven loads against worked numbers.
 
 Balancedness of placements: tests/placement/test_match_devices.py; of records: tests/analysis/test_metrics.py."""
 

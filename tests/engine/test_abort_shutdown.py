@@ -28,6 +28,7 @@ from routed_experts.formats.meta_info import extract_routed_experts_from_meta_in
 from routed_experts.layers.moe import MoeBackend, reference_experts
 from routed_experts.replay import merge_turns
 from routed_experts.scheduling.schedule_batch import Req
+from support.backends import with_moe
 from support.engines import SMALL, assert_idle, on_engine_thread
 from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import write_tiny_checkpoint
@@ -429,7 +430,7 @@ class Poison:
 
     @property
     def registry(self):
-        return BackendRegistry().with_moe(MoeBackend(name="poison", run=self.run))
+        return with_moe(BackendRegistry(), MoeBackend(name="poison", run=self.run))
 
     def run(self, call):
         def check(x):

@@ -29,6 +29,7 @@ from routed_experts.engine.requests.input_processor import InputProcessor, Reque
 from routed_experts.layers.moe import MoeBackend, reference_experts
 from routed_experts.models.loading.checkpoint import save
 from routed_experts.scheduling.schedule_batch import Req
+from support.backends import with_moe
 from support.engines import SMALL, assert_idle, on_engine_thread, open_engine
 from support.tiny_checkpoint import VOCAB_SIZE, tiny_config, tiny_tensors, write_tiny_checkpoint, write_tiny_tokenizer
 
@@ -125,12 +126,12 @@ def test_an_integer_of_any_size_is_out_of_the_vocabulary(engine, param, ids, wro
 
 
 @pytest.mark.parametrize("text", [" ", "\n\n", "\t", "\ufeff", "\0", "\u200b", "e\u0301", "<|im_end|>"])
-def test_an_item_that_is_no_token_id_is_named(engine):
-    assert "item 1 is 1.5: give an integer" in refused(engine, input_ids=[2, 1.5], param="input_ids")
-
-
 def test_text_that_only_looks_empty_is_a_prompt(engine, text):
     assert len(engine.generate(text, GREEDY, max_new_tokens=2)["output_ids"]) == 2
+
+
+def test_an_item_that_is_no_token_id_is_named(engine):
+    assert "item 1 is 1.5: give an integer" in refused(engine, input_ids=[2, 1.5], param="input_ids")
 
 
 def test_a_prompt_too_long_for_the_context_names_what_fits(engine):
@@ -588,7 +589,7 @@ def test_a_model_that_does_not_fit_is_refused_with_what_would(folder, kwargs, ma
 
 def test_a_backend_that_hides_its_ids_is_refused_at_build(folder):
     hides = MoeBackend(name="hides", run=reference_experts, reveals_ids=False)
-    registry = BackendRegistry().with_moe(hides)
+    registry = with_moe(BackendRegistry(), hides)
     kwargs = {"model_path": str(folder), "moe_backend": "hides", "registry": registry}
     build_refused(
         CaptureUnsupportedError, **kwargs, enable_return_routed_experts=True, match="moe_backend='hides' hides the ids"
@@ -696,10 +697,10 @@ SENT = [
         {"sampling_params": {"min_new_tokens": 1000}},
         "min_new_tokens=1000 is above the 128 tokens that may be generated; lower it or raise max_tokens",
     ),
-    ({"sampling_params": {"max_tokens": 600}}, "max_tokens=600 is too large"),
-    ({"sampling_params": {"max_new_tokens": 600}}, "max_new_tokens=600 is too large"),
-    ({"sampling_params": SamplingParams(max_tokens=600)}, "max_tokens=600 is too large"),
-    ({"max_new_tokens": 600}, "max_new_tokens=600 is too large"),
+    ({"sampling_params": {"max_tokens": 600}}, "max_tokens=600: max_completion_tokens is too large"),
+    ({"sampling_params": {"max_new_tokens": 600}}, "max_new_tokens=600: max_completion_tokens is too large"),
+    ({"sampling_params": SamplingParams(max_tokens=600)}, "max_tokens=600: max_completion_tokens is too large"),
+    ({"max_new_tokens": 600}, "max_new_tokens=600: max_completion_tokens is too large"),
     (
         {"sampling_params": {"routed_experts_prompt_start": 99}, "return_routed_experts": True},
         "routed_experts_prompt_start=99 is higher",

@@ -66,6 +66,7 @@ def test_each_sequence_in_a_batch_equals_itself_alone(testbed, alone, cell, temp
     retract = (lambda step: step % 3 == 2 and drive.retract_victim()) if cell.preempt else None
     drive.run(*(sampled_request(index, temperature) for index in order), before_step=retract, check=False)
     assert len(drive.outputs) == len(REQUEST_PROMPTS)
+    assert (drive.core.ranks[0].num_retracted > 0) == cell.preempt
     for rid, output in exact_outputs(drive).items():
         assert output == alone[temperature][rid], rid
 

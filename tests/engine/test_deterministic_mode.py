@@ -18,6 +18,7 @@ from routed_experts.engine.build.backends import DEFAULT_BACKENDS
 from routed_experts.engine.build.builder import build_engine
 from routed_experts.layers.moe import MOE_BACKENDS
 from routed_experts.models.model_folder import ModelFolder
+from support.backends import with_moe
 from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import write_tiny_checkpoint
 
@@ -83,4 +84,4 @@ def test_a_backend_that_wrongly_says_it_is_batch_invariant_is_caught_at_start():
             ConfigError, match=r"deterministic=True cannot hold: with moe_backend='leaky'.*depends on the batch"
         ),
     ):
-        build_engine(args, model=model, registry=DEFAULT_BACKENDS.with_moe(leaky))
+        build_engine(args, model=model, registry=with_moe(DEFAULT_BACKENDS, leaky))

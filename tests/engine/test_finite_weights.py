@@ -47,4 +47,5 @@ def test_scales_are_neither_negative_nor_infinite(dtype, value):
         assert weights._is_finite(array, RULE) == expected
     flags = weights._finite_flags([jnp.asarray(scales), -jnp.ones(3)], (RULE, None))
     assert flags.tolist() == [expected, True]
-    assert weights._copied([jnp.asarray(scales)], (jnp.dtype(dtype),), (RULE,), looks=True)[1].tolist() == [expected]
+    _, flags = weights._copy_arrays([jnp.asarray(scales)], (jnp.dtype(dtype),), (RULE,), looks=True)
+    assert flags.tolist() == [expected]

@@ -255,8 +255,8 @@ def run_steps(leader, follower, count, *, change=None):
         order, tokens = follower.receive(), table(index, 3)
         if change is not None:
             order, tokens = change(index, order, tokens)
-        digests.run(order)
-        if (due := digests.read(tokens)) is not None:
+        digests.add_order(order)
+        if (due := digests.add_tokens(tokens)) is not None:
             follower.add_digest(*due)
         follower.done(order.seq)
 
@@ -322,8 +322,8 @@ def test_an_order_that_cannot_be_encoded_ends_the_group_with_its_reason():
 def test_orders_of_steps_and_their_tokens_may_be_noted_by_two_threads_in_any_order():
     def due(first_orders):
         digests, actual = StepDigests(), []
-        orders = [lambda index=index: digests.run(step(index, index)) for index in range(2 * DIGEST_STEPS)]
-        tokens = [lambda index=index: digests.read(table(index)) for index in range(2 * DIGEST_STEPS)]
+        orders = [lambda index=index: digests.add_order(step(index, index)) for index in range(2 * DIGEST_STEPS)]
+        tokens = [lambda index=index: digests.add_tokens(table(index)) for index in range(2 * DIGEST_STEPS)]
         for call in orders + tokens if first_orders else tokens + orders:
             actual += [result for result in (call(),) if result is not None]
         return actual
@@ -337,9 +337,9 @@ def test_digests_depend_on_every_order_its_kind_and_its_sequence():
         digests = StepDigests()
         for index in range(DIGEST_STEPS):
             for order in orders if index == 5 else ():
-                digests.run(order)
-            digests.run(step(index, index))
-            due = digests.read(tokens)
+                digests.add_order(order)
+            digests.add_order(step(index, index))
+            due = digests.add_tokens(tokens)
         assert due[0] == DIGEST_STEPS and len(bytes.fromhex(due[1])) == 8
         return due[1]
 

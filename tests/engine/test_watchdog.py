@@ -26,7 +26,7 @@ def dog(clock):
 
 def beat(dog, done_seq=0):
     for rank in (1, 2):
-        dog.heard(rank, done_seq)
+        dog.note_alive(rank, done_seq)
 
 
 def run(dog, clock, seconds, done_seq=0, ranks=(1, 2)):
@@ -34,7 +34,7 @@ def run(dog, clock, seconds, done_seq=0, ranks=(1, 2)):
     for _ in range(int(seconds)):
         clock.now += 1.0
         for rank in ranks:
-            dog.heard(rank, done_seq)
+            dog.note_alive(rank, done_seq)
         if (error := dog.check()) is not None:
             return error
     return None
@@ -58,11 +58,11 @@ def test_silence_is_a_lost_process_after_the_timeout_and_not_before(dog, clock):
 
 def test_a_process_that_answers_but_does_not_finish_an_order_is_lost(dog, clock):
     dog.sent(1, "STEP")
-    dog.heard(2, 1)
+    dog.note_alive(2, 1)
     for _ in range(31):
         clock.now += 1.0
-        dog.heard(1, 0)
-        dog.heard(2, 1)
+        dog.note_alive(1, 0)
+        dog.note_alive(2, 1)
         error = dog.check()
     assert "process 1 of 3 at 10.0.0.2:40000 answers, but has not finished order 1 (STEP) for 31 s" in str(error)
 
@@ -114,10 +114,10 @@ def test_a_process_that_holds_a_step_up_is_named_although_its_last_beat_of_progr
     dog.begin_wait()
     clock.now += 0.9
     beat(dog, 1)  # the first step was done long before this beat
-    dog.heard(1, 2)
+    dog.note_alive(1, 2)
     clock.now += 29.2
-    dog.heard(1, 2)
-    dog.heard(2, 1)
+    dog.note_alive(1, 2)
+    dog.note_alive(2, 1)
     assert "process 2 of 3 at 10.0.0.3:40000 answers, but has not finished order 2 (STEP) for 30 s" in str(dog.check())
 
 
@@ -142,7 +142,7 @@ def test_steps_that_end_in_time_are_no_alarm_however_many_are_in_flight(dog, clo
 def test_lag_counts_orders_that_are_not_done(dog):
     for seq in range(1, 6):
         dog.sent(seq, "STEP")
-    dog.heard(1, 2)
+    dog.note_alive(1, 2)
     assert dog.lag() == {1: 3, 2: 5}
 
 

@@ -403,6 +403,7 @@ def test_an_answer_that_does_not_fit_its_sidecar_is_refused_with_both_numbers():
         (changed(int32, missing_rows=1), "missing_rows is 1"),
         (changed(int32, missing_rows=1, valid="Aw=="), "0 of 2 rows are marked missing; expected 1"),
         (changed(int32, missing_rows=1, valid="AwA="), "2 bytes; expected 1"),
+        (changed(int32, missing_rows=1, valid="!" * 5000), r"'!{60}'\.\.\. \(5000 characters\)"),
         (changed(npy, dtype="uint16"), "dtype is 'uint16'; expected 'uint8' for the format 'npy' and"),
         (changed(int32, dtype="uint8"), "dtype is 'uint8'; expected 'int32' for the format 'int32'"),
         (changed(int32, format="list"), "dtype is 'int32'; expected 'int16' for the format 'list'"),

@@ -29,6 +29,7 @@ from routed_experts.models.base.config_reader import ConfigReader
 from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.registry import FAMILIES
+from support.backends import with_moe
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
@@ -330,7 +331,7 @@ def test_a_backend_that_cannot_do_what_a_model_does_is_refused_by_name(write_cas
     config = ModelFolder.open(write_case("GptOss", tmp_path)).config
     plain = MOE_BACKENDS["tiled"].__class__(name="plain", run=MOE_BACKENDS["tiled"].run)
     with pytest.raises(ConfigError, match=r"plain.*biased experts"):
-        DEFAULT_BACKENDS.with_moe(plain).choose(ServerArgs(moe_backend="plain"), config.needs)
+        with_moe(DEFAULT_BACKENDS, plain).choose(ServerArgs(moe_backend="plain"), config.needs)
 
 
 def lowered_size(values, num_layers):

@@ -1,4 +1,4 @@
-"""Figures of routing, drawn by matplotlib: texts tinted by expert (F3) over the layer x expert load (F1).
+"""Figures of routing, drawn by matplotlib: texts tinted by expert over the load of layers x experts.
 
 matplotlib (routed-experts[plot]) is imported when a figure is drawn, without pyplot and its global state. Dims: M MoE
 layers, E experts."""
@@ -100,8 +100,8 @@ def place_tokens(pieces: Sequence[str], *, columns: int) -> list[PlacedToken]:
     return positioned
 
 
-def _draw_text(axes: Any, text: RoutedText, positioned: Sequence[PlacedToken], layer: int, top: float) -> float:
-    """Draw one text below `top` (points) and return where it ends."""
+def _draw_text(axes: Any, text: RoutedText, positioned: Sequence[PlacedToken], column: int, top: float) -> float:
+    """Draw one text below `top` (points), tinted by MoE layer `column`, and return where it ends."""
     box, palette = _library("matplotlib.patches").FancyBboxPatch, expert_palette(text.record.num_experts)
     drawable, prompt = _drawable(), text.record.num_prompt_tokens
     cached = f" ({text.cached_tokens} from the prefix cache)" if text.cached_tokens else ""
@@ -115,7 +115,7 @@ def _draw_text(axes: Any, text: RoutedText, positioned: Sequence[PlacedToken], l
     start = top + 1.65 * _LINE_PT
     for part in positioned:
         x, y, width = part.column * _CHAR_PT, start + part.line * _LINE_PT, len(part.text) * _CHAR_PT
-        experts = text.experts(part.token, layer)
+        experts = text.experts(part.token, column)
         fill = palette[experts[0]] if experts else "#ffffff"
         edge = {"linewidth": 0} if experts else {"linewidth": 0.6, "edgecolor": _SOFT}
         axes.add_patch(

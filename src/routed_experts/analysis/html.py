@@ -1,4 +1,4 @@
-"""One self-contained HTML page about routing: texts tinted by expert (F3) over the layer x expert load (F1).
+"""One self-contained HTML page about routing: texts tinted by expert over the load of layers x experts.
 
 The page makes no network request, and text of a model is text in it, never markup. Dims: M MoE layers, E experts, K
 experts per token."""

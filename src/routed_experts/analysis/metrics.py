@@ -41,18 +41,18 @@ def expert_counts(*records: RoutedExperts) -> Int64[np.ndarray, "M E"]:
     """Count c[l, e], the known rows of layer l that went to expert e, over all records."""
     rows, num_experts = known_rows(*records), records[0].num_experts
     return np.stack(
-        [_chosen(rows[:, layer], num_experts).sum(axis=0, dtype=np.int64) for layer in range(rows.shape[1])]
+        [_to_mask(rows[:, layer], num_experts).sum(axis=0, dtype=np.int64) for layer in range(rows.shape[1])]
     )
 
 
 def utilization(*records: RoutedExperts) -> Float64[np.ndarray, "M E"]:
-    """Load relative to uniform (figure F1): u = c·E / (T·K), so 1 is uniform and 0 is dead."""
+    """Load relative to uniform (the heat map of layers and experts): u = c·E / (T·K), so 1 is uniform and 0 is dead."""
     num_rows = len(known_rows(*records))
     return ratio(expert_counts(*records) * float(records[0].num_experts), float(num_rows * records[0].top_k))
 
 
 def balance(*records: RoutedExperts) -> Balance:
-    """Balance of each layer (figure F2); see Balance for the formulas."""
+    """Balance of each layer; see Balance for the formulas."""
     counts = expert_counts(*records)
     return Balance(
         max_load=utilization(*records).max(axis=1),
@@ -64,14 +64,14 @@ def balance(*records: RoutedExperts) -> Balance:
 
 
 def coactivation(*records: RoutedExperts) -> Float64[np.ndarray, "M E E"]:
-    """Lift of two experts on one token (figure F4): T·n(i and j) / (c_i·c_j); 1 is chance, NaN where one is dead."""
+    """Lift of two experts on one token: T·n(i and j) / (c_i·c_j); 1 is chance, NaN where one is dead."""
     rows, counts = known_rows(*records), expert_counts(*records)
     together = np.stack([_pairs(rows[:, layer], rows[:, layer], counts.shape[1]) for layer in range(rows.shape[1])])
     return ratio(len(rows) * together, counts[:, :, None] * counts[:, None, :].astype(np.float64))
 
 
 def layer_flow(*records: RoutedExperts) -> Float64[np.ndarray, "M1 E E"]:
-    """Where a token goes next (figure F4): P(j at l+1 given i at l) = n(i at l and j at l+1) / (K·c[l, i]), for M-1
+    """Where a token goes next: P(j at l+1 given i at l) = n(i at l and j at l+1) / (K·c[l, i]), for M-1
     steps."""
     rows, counts = known_rows(*records), expert_counts(*records)
     num_experts, steps = counts.shape[1], rows.shape[1] - 1
@@ -83,7 +83,7 @@ def layer_flow(*records: RoutedExperts) -> Float64[np.ndarray, "M1 E E"]:
 
 
 def routing_difference(a: RoutedExperts, b: RoutedExperts) -> RoutingDifference:
-    """Compare two records on the tokens that both know (figure F7). Raises RoutingAlignmentError if they share none."""
+    """Compare two records on the tokens that both know. Raises RoutingAlignmentError if they share none."""
     _check_alike(a, b)
     low, high = max(a.start, b.start), min(a.start + a.num_rows, b.start + b.num_rows)
     if low >= high:
@@ -136,7 +136,7 @@ def _numbered_repeats(ids: UInt[np.ndarray, "T M K"], num_experts: int) -> Int64
     return ids + num_experts * ((ids[:, :, :, None] == ids[:, :, None, :]) & earlier).sum(axis=3)
 
 
-def _chosen(ids: UInt[np.ndarray, "T K"], num_experts: int) -> Bool[np.ndarray, "T E"]:
+def _to_mask(ids: UInt[np.ndarray, "T K"], num_experts: int) -> Bool[np.ndarray, "T E"]:
     """Mark the experts of each row; an expert that a hash-routed row names twice is marked once."""
     chosen = np.zeros((len(ids), num_experts), np.bool_)
     np.put_along_axis(chosen, ids.astype(np.intp), values=True, axis=1)
@@ -147,7 +147,7 @@ def _pairs(
     left: UInt[np.ndarray, "T K"], right: UInt[np.ndarray, "T K"], num_experts: int
 ) -> Float64[np.ndarray, "E E"]:
     """n(i in a row of left and j in the same row of right); float64 holds such counts exactly."""
-    return _chosen(left, num_experts).T.astype(np.float64) @ _chosen(right, num_experts).astype(np.float64)
+    return _to_mask(left, num_experts).T.astype(np.float64) @ _to_mask(right, num_experts).astype(np.float64)
 
 
 def _span(record: RoutedExperts) -> str:

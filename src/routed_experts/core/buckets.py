@@ -13,7 +13,9 @@ SHORT_DRAFT = 3  # drafts a request of the smaller of two verify steps
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Buckets:
-    """`decode`: padded requests of decode steps (none in deterministic mode). `extend`: padded tokens of the others,
+    """The padded sizes of an engine's steps, for each of which a program is compiled.
+
+    `decode`: padded requests of decode steps (none in deterministic mode). `extend`: padded tokens of the others,
     which are all padded to `max_requests` requests. `table_width`: pages a request may have. `num_drafts`: drafts that
     a request may verify in a step, 0 without speculative decoding; `verify`: padded requests and tokens of these steps,
     in order. `draft_model`: a model drafts; `lookahead`: tokens behind those that a step feeds, for which it needs

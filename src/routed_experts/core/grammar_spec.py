@@ -59,7 +59,7 @@ class GrammarSpec:
 
     @staticmethod
     def json_schema(schema: object, *, param: str = "json_schema") -> "GrammarSpec":
-        """Of a JSON Schema: an object, True, or the JSON text of one. Raises InvalidRequestError."""
+        """The form of a JSON Schema: an object, True, or the JSON text of one. Raises InvalidRequestError."""
         if isinstance(schema, str):
             try:
                 schema = json.loads(schema)
@@ -79,22 +79,22 @@ class GrammarSpec:
 
     @staticmethod
     def json_object(*, param: str = "response_format") -> "GrammarSpec":
-        """Of any JSON object."""
+        """The form of any JSON object."""
         return GrammarSpec(JSON, ANY_OBJECT, param)
 
     @staticmethod
     def regex(pattern: object, *, param: str = "regex") -> "GrammarSpec":
-        """Of a regular expression, which the whole output matches. Raises InvalidRequestError."""
+        """The form of a regular expression, which the whole output matches. Raises InvalidRequestError."""
         return GrammarSpec(REGEX, _text(pattern, param, "a regular expression"), param)
 
     @staticmethod
     def grammar(source: object, *, param: str = "ebnf") -> "GrammarSpec":
-        """Of a grammar in Lark's syntax or in GBNF (EBNF with `::=`). Raises InvalidRequestError."""
+        """The form of a grammar in Lark's syntax or in GBNF (EBNF with `::=`). Raises InvalidRequestError."""
         return GrammarSpec(GRAMMAR, _text(source, param, "a grammar in GBNF or Lark"), param)
 
     @staticmethod
     def choice(texts: object, *, param: str = "guided_choice") -> "GrammarSpec":
-        """Of texts, one of which is the output. Raises InvalidRequestError."""
+        """The form whose output is one of these texts. Raises InvalidRequestError."""
         items: Sequence[object] = texts if isinstance(texts, list | tuple) else ()
         wrong = _wrong_item(items, lambda text: not (isinstance(text, str) and text))
         if not 1 <= len(items) <= MAX_CHOICES_TEXT or wrong:
@@ -106,7 +106,7 @@ class GrammarSpec:
 
     @staticmethod
     def tokens(allowed_token_ids: object, bad_words: object) -> "GrammarSpec | None":
-        """Of the ids that alone may follow, and of texts that may not; None where neither is given. Raises
+        """The rules of ids that alone may follow and of texts that may not; None without either. Raises
         InvalidRequestError."""
         ids: Sequence[Any] = allowed_token_ids if isinstance(allowed_token_ids, list | tuple) else ()
         words: Sequence[Any] = bad_words if isinstance(bad_words, list | tuple) else ()
@@ -121,13 +121,14 @@ class GrammarSpec:
             _refuse("bad_words", text, code="invalid_request")
         if not ids and not words:
             return None
-        text = json.dumps({"allowed_token_ids": list(ids), "bad_words": list(words)}, ensure_ascii=False)
+        fields = {"allowed_token_ids": [int(token) for token in ids], "bad_words": list(words)}
+        text = json.dumps(fields, ensure_ascii=False)
         return GrammarSpec(TOKENS, text, "allowed_token_ids" if ids else "bad_words")
 
     @staticmethod
     def parse(value: object, *, param: str = "structured_outputs") -> "GrammarSpec | None":
-        """Of vLLM's `structured_outputs`: a mapping with exactly one of json, regex, choice, grammar, json_object; or a
-        GrammarSpec. None where nothing is asked for. Raises InvalidRequestError."""
+        """Read vLLM's `structured_outputs`: a mapping with exactly one of json, regex, choice, grammar, json_object; or
+        a GrammarSpec. None where nothing is asked for. Raises InvalidRequestError."""
         if value is None or isinstance(value, GrammarSpec):
             return value
         if not isinstance(value, Mapping):
@@ -161,7 +162,7 @@ class GrammarSpec:
 
     @staticmethod
     def of_response_format(value: object, *, param: str = "response_format") -> "GrammarSpec | None":
-        """Of OpenAI's `response_format`; None for {"type": "text"}. Raises InvalidRequestError."""
+        """Read OpenAI's `response_format`; None for {"type": "text"}. Raises InvalidRequestError."""
         if value is None:
             return None
         fields = cast("Mapping[str, object]", value) if isinstance(value, Mapping) else {}

@@ -169,8 +169,9 @@ def check_keywords(
     log_level: int = logging.WARNING,
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Decorate a function, or a coroutine function, so that a keyword which is not in its signature is looked up in
-    `peers`. One that is not there either raises `make_unknown(name, names of all keywords)`; one that is refused raises
-    `make_error(name, text)`. Names without effect are logged at `log_level`, all in one line."""
+    `peers`, names of other servers. One that is not there either raises `make_unknown(name, names of all keywords)`;
+    one that is refused raises `make_error(name, text)`. Names without effect are logged at `log_level`, all in one
+    line."""
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         parameters = {

@@ -96,7 +96,7 @@ class Follower:
         action = self._actions.get(order.kind)
         if action is None:
             raise ProcessMismatchError(f"order {order.seq} has the kind {int(order.kind)}, which no follower runs")
-        self._digests.run(order)
+        self._digests.add_order(order)
         action(order)
 
     def _step(self, order: Order) -> None:
@@ -104,7 +104,7 @@ class Follower:
         if len(self._tokens) <= DIGEST_STEPS:
             return
         for _ in range(DIGEST_STEPS):  # all of them but the step in flight
-            due = self._digests.read(np.asarray(self._tokens.popleft()))
+            due = self._digests.add_tokens(np.asarray(self._tokens.popleft()))
             if due is not None:
                 self._group.add_digest(*due)
 

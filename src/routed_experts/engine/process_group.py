@@ -1,8 +1,8 @@
 """ProcessGroup: this process and its peers, which run one engine over the devices of all.
 
     rendezvous -> channel with beats -> jax.distributed -> load, plan, compile (values are exchanged) -> orders -> stop
-Process 0 leads: it sends orders, and every follower carries them out in their order. A group lives and dies together:
-when one process is lost, each of the others ends with exit code 3. Nothing is waited for without a bound.
+Process 0 leads: it sends orders, and every follower carries them out in their order. When one process is
+lost, each of the others ends with exit code 3. No wait is without a bound.
 
 The module is long because both ends of the protocol, LeadingGroup and FollowingGroup, are read side by side."""
 
@@ -38,7 +38,7 @@ EXIT_LOST, EXIT_CONFIG = 3, 2
 LAST_OUTPUTS_S = 1.5  # for the last responses of a process that ends with its group
 DIGEST_STEPS = 64  # steps of a digest
 MAX_UNSENT = 64  # orders that wait to be sent; the engine has two steps in flight
-_LAST_WORDS_S = 0.2  # at most, for an order that is being sent to the same peer
+_FINAL_SEND_S = 0.2  # at most, for an order that is being sent to the same peer
 _ABANDON_S = 5.0  # at most, for followers to leave a group that still starts
 _EXPLAIN_S = 1.5  # in which the reason of a failed collective is known
 _MAX_ERROR_CHARS = 600
@@ -49,15 +49,15 @@ _LONG = frozenset({OrderKind.BEGIN_SCORE, OrderKind.SCORE, OrderKind.PREPARE_WEI
 
 class StepDigests:
     """Digests of the orders that a process runs and of the tokens that its steps give, one for each DIGEST_STEPS steps.
-    Processes of a group have equal ones. `run` and `read` may be called by a thread each."""
+    Processes of a group have equal ones. `add_order` and `add_tokens` may be called by a thread each."""
 
     def __init__(self) -> None:
         self._orders = self._tokens = self._num_run = self._num_read = self._num_due = 0
         self._of_orders, self._of_tokens = deque[int](), deque[int]()  # after each DIGEST_STEPS steps; not due yet
         self._lock = threading.Lock()
 
-    def run(self, order: Order) -> tuple[int, str] | None:
-        """Add an order; returns as `read` does."""
+    def add_order(self, order: Order) -> tuple[int, str] | None:
+        """Add an order; returns as `add_tokens` does."""
         self._orders = zlib.crc32(order.kind.to_bytes(2, "little"), self._orders)
         for array in order.arrays:
             self._orders = zlib.crc32(np.asarray(array, order="C").reshape(-1).view(np.uint8).data, self._orders)
@@ -68,7 +68,7 @@ class StepDigests:
                 return self._take_due()
         return None
 
-    def read(self, tokens: np.ndarray) -> tuple[int, str] | None:
+    def add_tokens(self, tokens: np.ndarray) -> tuple[int, str] | None:
         """Add the table of a step's tokens; returns the number of steps and a digest of 8 bytes when one is due."""
         self._tokens = zlib.crc32(np.asarray(tokens[:, 0], order="C").view(np.uint8).data, self._tokens)
         self._num_read += 1
@@ -177,13 +177,13 @@ class ProcessGroup(abc.ABC):
             self.on_tick()
 
     def on_tick(self) -> None:
-        """Judge the peers. Channel's thread."""
+        """Check whether a peer is lost, and then end the group. Channel's thread."""
         if not self._stopping and self._error is None and (error := self._watchdog.check()) is not None:
             self._end(error)
 
     def on_order(self, rank: int, order: Order) -> None:
         """Take what a peer has sent. Channel's thread."""
-        self._watchdog.heard(rank, order.seq if order.kind is OrderKind.BEAT else None)
+        self._watchdog.note_alive(rank, order.seq if order.kind is OrderKind.BEAT else None)
         if order.kind is OrderKind.FAIL:
             text = f"{self._name(rank)} has ended by an error: {str(order.head.get('error'))[:_MAX_ERROR_CHARS]}"
             error = PeerLostError(f"{text}; {RESTART}")
@@ -224,7 +224,7 @@ class ProcessGroup(abc.ABC):
     def _tell_failure(self, error: BaseException) -> None:
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_ERROR_CHARS]
         head = {"error": text, "is_config": isinstance(error, ConfigError)}
-        self._channel.try_send(Order(kind=OrderKind.FAIL, head=head), _LAST_WORDS_S)
+        self._channel.try_send(Order(kind=OrderKind.FAIL, head=head), _FINAL_SEND_S)
 
     def _exit_soon(self, code: int) -> None:
         threading.Event().wait(LAST_OUTPUTS_S)
@@ -314,7 +314,7 @@ class LeadingGroup(ProcessGroup):
             return
         bound_s = self.dist.dist_timeout if order.kind in _LONG else None
         self._watchdog.sent(order.seq, order.kind.name, bound_s)
-        self._compare_due(self._digests.run(order))
+        self._compare_due(self._digests.add_order(order))
         self._sent_seq = order.seq
         if self._is_full:
             with self._changed:
@@ -337,7 +337,7 @@ class LeadingGroup(ProcessGroup):
     def end_wait(self, tokens: np.ndarray) -> None:
         """Note that the step has ended with this table of tokens."""
         self._watchdog.end_wait()
-        self._compare_due(self._digests.read(tokens))
+        self._compare_due(self._digests.add_tokens(tokens))
 
     def read(self, seq: int, read: Callable[[], _T]) -> _T:
         """Run `read` in a thread of its own, which may never return where the group is lost, and return its result.
@@ -415,7 +415,7 @@ class LeadingGroup(ProcessGroup):
         """End a group that is still starting, without an error: every process exits 0 at once. Returns when the
         followers have left, as JAX aborts a process that outlives process 0, which coordinates its runtime."""
         self._stopping = True
-        self._channel.try_send(Order(kind=OrderKind.STOP, head={"abandoned": True}), _LAST_WORDS_S)
+        self._channel.try_send(Order(kind=OrderKind.STOP, head={"abandoned": True}), _FINAL_SEND_S)
         with self._changed:
             self._changed.wait_for(lambda: self._left.issuperset(self._addresses), _ABANDON_S)
 
@@ -440,7 +440,7 @@ class LeadingGroup(ProcessGroup):
             with self._changed:
                 if order.head.get("stopped"):
                     self._ended.add(rank)
-                    self._watchdog.heard(rank, order.seq)
+                    self._watchdog.note_alive(rank, order.seq)
                 self._replies.setdefault(order.seq, {})[rank] = order.head
                 self._changed.notify_all()
         elif order.kind is OrderKind.DRAIN:
@@ -539,7 +539,7 @@ class FollowingGroup(ProcessGroup):
 
     def request_drain(self) -> None:
         """Ask process 0 to drain the group: this process was asked to end."""
-        self._channel.try_send(Order(kind=OrderKind.DRAIN), _LAST_WORDS_S)
+        self._channel.try_send(Order(kind=OrderKind.DRAIN), _FINAL_SEND_S)
 
     def close(self) -> None:
         """End after STOP, with all others. Without a STOP the others are told that this process ends. Idempotent."""

@@ -17,7 +17,7 @@ STEP = "STEP"  # the name of an order that has an end
 @dataclasses.dataclass(slots=True)
 class _Peer:
     address: str
-    heard_at: float
+    last_beat_at: float
     done_seq: int = 0
     done_at: float = 0.0
     lost: str | None = None
@@ -47,7 +47,7 @@ class Watchdog:
     ) -> None:
         self._num_processes, self._timeout_s, self._clock = num_processes, timeout_s, clock
         now = clock()
-        self._peers = {rank: _Peer(address, heard_at=now) for rank, address in peers.items()}
+        self._peers = {rank: _Peer(address, last_beat_at=now) for rank, address in peers.items()}
         self._sent = deque[_Sent]()
         self._waiting_since: float | None = None
         self._read: _Read | None = None
@@ -55,11 +55,11 @@ class Watchdog:
         self._progress_at, self._progress_bound_s = now, timeout_s  # since an order was sent or a step has ended
         self._lock = threading.Lock()
 
-    def heard(self, rank: int, done_seq: int | None = None) -> None:
+    def note_alive(self, rank: int, done_seq: int | None = None) -> None:
         """Note a sign of life of a peer, and the last order that it has done."""
         with self._lock:
             peer, now = self._peers[rank], self._clock()
-            peer.heard_at = now
+            peer.last_beat_at = now
             if done_seq is not None and done_seq > peer.done_seq:
                 peer.done_seq, peer.done_at = done_seq, now
             least = min(peer.done_seq for peer in self._peers.values())
@@ -135,8 +135,8 @@ class Watchdog:
         where a step hangs, from when it was sent: the peer that is behind holds the step up."""
         if peer.lost is not None:
             return peer.lost
-        if now - peer.heard_at > self._timeout_s:
-            return f"sent nothing for {now - peer.heard_at:.0f} s: it is stopped, or its network is down"
+        if now - peer.last_beat_at > self._timeout_s:
+            return f"sent nothing for {now - peer.last_beat_at:.0f} s: it is stopped, or its network is down"
         for order in self._sent:
             if order.seq > peer.done_seq:
                 since = order.at if hangs else max(order.at, peer.done_at)

@@ -178,8 +178,8 @@ def sampler_program(spec: SamplerSpec, mesh: Mesh | None) -> Any:
 
 
 def host_table_sharding(on_device: Sharding | None) -> Sharding | None:
-    """Of a table that a program writes to the host's memory by itself: on a GPU a copy that starts when the program has
-    ended arrives later. None: it stays on the device, as on a mesh, where `on_device` is None."""
+    """The sharding of a table that a program writes to the host's memory by itself: on a GPU a copy that starts when
+    the program has ended arrives later. None: it stays on the device, as on a mesh, where `on_device` is None."""
     if on_device is None or {device.platform for device in on_device.device_set} - _HOST_TABLE_PLATFORMS:
         return None
     return on_device.with_memory_kind(HOST_MEMORY)

@@ -370,7 +370,7 @@ class Coordinator:
             except TimeoutError:
                 logger.warning("%d of %d replicas have joined again", len(self._reports), self._num_replicas)
             joined, self._reports = self._reports, {}
-            reports = await self._settled(joined)
+            reports = await self._settle(joined)
             members = [self._members[tag] for tag in reports]
             self._version, self._path = await two_phase.heal(
                 reports, members, prepare_s=self._prepare_s, evict=self._evict
@@ -385,7 +385,7 @@ class Coordinator:
             served = describe_version(self._version)
             logger.info("the coordinator is back: %d replicas serve version %s", len(members), served)
 
-    async def _settled(self, reports: Mapping[str, Report]) -> dict[str, Report]:
+    async def _settle(self, reports: Mapping[str, Report]) -> dict[str, Report]:
         """The reports of these members after the operations that run there, of a coordinator that is gone. A member
         that does not answer is evicted."""
 
@@ -411,7 +411,7 @@ class Coordinator:
     async def _heal(self, late: Mapping[str, Report]) -> None:
         """Bring members that came late to the version of the fleet, and to its pause and released memory."""
         async with self._updating():
-            for tag, report in (await self._settled(late)).items():
+            for tag, report in (await self._settle(late)).items():
                 if (member := self._members.get(tag)) is not None:
                     await self._heal_late(member, report)
 

@@ -337,7 +337,7 @@ class EngineGroup:
     def _outcome(self, call: Any) -> Any:
         """What a call that has ended returned or raised."""
         try:
-            return _translated(lambda: self._ray.get([call])[0])
+            return _get_or_raise(lambda: self._ray.get([call])[0])
         except Exception as error:  # the caller decides
             return error
 
@@ -456,7 +456,9 @@ def _at_own_sequence(error: RoutedExpertsError, first: int, *, several: bool) ->
     return error.at_prompt(first + (error.index or 0), "token_ids")
 
 
-def _translated(get: Callable[[], Any]) -> Any:
+def _get_or_raise(get: Callable[[], Any]) -> Any:
+    """Return what `get` returns. Raises errors of Ray as this package's own: ReplicaLostError for an actor that has
+    ended, and the error that a call raised in its actor."""
     exceptions = import_ray("ray.exceptions")
     try:
         return get()

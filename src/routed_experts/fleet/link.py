@@ -28,7 +28,9 @@ class Client(Protocol):
 
 
 class Link:
-    """`handle`: the actor of this replica. `report` gives its weights, `operations` are what the coordinator may ask
+    """The connection of a replica to the coordinator: it joins, reports, and carries out operations.
+
+    `handle`: the actor of this replica. `report` gives its weights, `operations` are what the coordinator may ask
     for, by name."""
 
     def __init__(

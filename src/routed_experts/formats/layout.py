@@ -60,25 +60,6 @@ class SequenceInfo:
                 "goes to version_labels"
             )
 
-    @staticmethod
-    def from_record(record: RoutedExperts) -> "SequenceInfo":
-        """The info that decodes what this record is encoded to."""
-        spec = CaptureSpec(
-            num_hidden_layers=record.num_hidden_layers,
-            layer_ids=record.layer_ids,
-            num_experts=record.num_experts,
-            top_k=record.top_k,
-            router=record.router,
-        )
-        return SequenceInfo(
-            spec=spec,
-            num_tokens=record.num_tokens,
-            num_prompt_tokens=record.num_prompt_tokens,
-            start=record.start,
-            version=record.version_spans,
-            version_labels=record.version_labels,
-        )
-
 
 def refuse(layout: str, received: str, expected: str) -> NoReturn:
     """Raise RoutingFormatError naming the layout, the received and the expected shape."""

@@ -105,7 +105,8 @@ class RoutedExpertsMetadata:
             )
         if (self.valid is None) != (self.missing_rows == 0):
             raise RoutingFormatError(
-                f"missing_rows is {self.missing_rows}, valid {self.valid!r}; expected valid when rows are missing only"
+                f"missing_rows is {self.missing_rows}, valid {short_repr(self.valid)}; expected valid when rows are "
+                "missing only"
             )
 
     def _check_sizes(self) -> None:
@@ -141,7 +142,7 @@ class RoutedExpertsMetadata:
             bits = base64.b64decode(self.valid, validate=True)
         except ValueError as cause:
             raise RoutingFormatError(
-                f"routed_experts_info.valid is {self.valid!r}: {cause}; expected base64 of {num_rows} bits"
+                f"routed_experts_info.valid is {short_repr(self.valid)}: {cause}; expected base64 of {num_rows} bits"
             ) from cause
         if len(bits) != (num_rows + 7) // 8:
             raise RoutingFormatError(

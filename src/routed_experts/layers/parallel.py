@@ -78,7 +78,7 @@ class AxisGroup:
         return rows if self.count == 1 else lax.all_gather(rows, self.axis, tiled=True)
 
     def sum_own_rows(self, partial: Float[Array, "R*N D"]) -> Float[Array, "N D"]:
-        """Of the sum of what all hold, the rows that this one gave to `gather_rows`."""
+        """Sum what all devices hold; returns the rows that this device gave to `gather_rows`."""
         if self.count == 1:
             return partial
         if not self.ordered:

@@ -186,7 +186,7 @@ class ScaledRows:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the values."""
+        """The dtype of the values."""
         return self.values.dtype
 
     @property

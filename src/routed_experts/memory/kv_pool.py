@@ -112,7 +112,7 @@ class KVPoolSpec:
 
     @property
     def stored_dtype(self) -> jnp.dtype:
-        """Of the arrays of pages."""
+        """The dtype of the arrays of pages."""
         return KV_CODES if self.codes else self.dtype
 
     @property

@@ -63,9 +63,7 @@ class PrefixTree:
         node.last_access = now
         rest = token_ids[: token_ids.size // self.page_size * self.page_size]
         while rest.size:
-            bucket = node.children.get(self._key(namespace, rest), [])
-            counted = ((child, _num_common_pages(child.tokens, rest, self.page_size)) for child in bucket)
-            child, count = next((pair for pair in counted if pair[1]), (None, 0))
+            child, count = self._next_child(node, rest, namespace)
             if child is None:
                 break
             node = child if count == child.pages.size else self._split(child, count)
@@ -78,15 +76,21 @@ class PrefixTree:
         """How many tokens `descend` would follow. The tree stays as it is."""
         node, rest = self.root, token_ids[: token_ids.size // self.page_size * self.page_size]
         while rest.size:
-            bucket = node.children.get(self._key(namespace, rest), [])
-            counted = ((child, _num_common_pages(child.tokens, rest, self.page_size)) for child in bucket)
-            child, count = next((pair for pair in counted if pair[1]), (None, 0))
+            child, count = self._next_child(node, rest, namespace)
             if child is None:
                 break
             node, rest = child, rest[count * self.page_size :]
             if count < child.pages.size:
                 break
         return token_ids.size // self.page_size * self.page_size - rest.size
+
+    def _next_child(
+        self, node: PrefixNode, rest: Int32[np.ndarray, " S"], namespace: Hashable
+    ) -> tuple[PrefixNode | None, int]:
+        """The child that begins as `rest` does, and how many whole pages they share; None and 0 without one."""
+        bucket = node.children.get(self._key(namespace, rest), [])
+        counted = ((child, _num_common_pages(child.tokens, rest, self.page_size)) for child in bucket)
+        return next((pair for pair in counted if pair[1]), (None, 0))
 
     def add(
         self, parent: PrefixNode, tokens: Int32[np.ndarray, " S"], pages: Int32[np.ndarray, " P"], namespace: Hashable

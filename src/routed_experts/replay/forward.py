@@ -223,7 +223,7 @@ def _check_values(name: str, array: Any, pad: Any, noun: str, lowest: int, large
 
 
 def _largest_position(positions: Any, pad: Any) -> int:
-    """Of tokens that are not `pad`; 0 where they cannot be read."""
+    """The largest position of a token that is not `pad`; 0 where positions cannot be read."""
     if not _is_readable(positions) or (pad is not None and not _is_readable(pad)):
         return 0
     values = np.asarray(positions)

@@ -131,7 +131,8 @@ class RequestPages:
         return (pages[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
 
     def check_integrity(self, running: Iterable[Req]) -> list[Violation]:
-        """I3, I4 and I5 of the live state: every page has one owner, every lock a holder."""
+        """Check the live state: every page has one owner, every lock of the prefix cache a holder and every slot of
+        the page table is free or used."""
         holders = list(running)
         owners = {f"request {req.rid}": self._pages(req)[req.num_shared :] for req in holders}
         refs: dict[PrefixNode, int] = {}

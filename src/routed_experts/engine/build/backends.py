@@ -17,7 +17,7 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.layers.attention import AttentionBackend
 from routed_experts.layers.attention_variants import ATTENTION_BACKENDS
 from routed_experts.layers.kernels import Kernels
-from routed_experts.layers.moe import MOE_BACKENDS, MoeBackend
+from routed_experts.layers.moe import MOE_BACKENDS
 from routed_experts.layers.parallel import AxisGroup, Rerouter
 from routed_experts.layers.quantized import CODE_DTYPES, E4M3, SPANS
 from routed_experts.models.base.interface import PLAIN, RequiredFeatures
@@ -149,12 +149,6 @@ class BackendRegistry:
 
     moe: Mapping[str, BackendEntry[Kernels]] = dataclasses.field(default_factory=lambda: KERNELS)
     attention: Mapping[str, BackendEntry[AttentionBackend]] = dataclasses.field(default_factory=lambda: ATTENTION)
-
-    def with_moe(self, backend: MoeBackend) -> "BackendRegistry":
-        """The same registry with one more MoE backend."""
-        return dataclasses.replace(
-            self, moe=MappingProxyType({**self.moe, backend.name: _constant(Kernels(moe=backend))})
-        )
 
     def choose(
         self,

@@ -46,7 +46,7 @@ def to_state(new: Weights, served: nnx.State[Any, Any], config: FamilyConfig | N
 
     Raises WeightsMismatchError with the first paths that differ, or that hold NaN, infinity or invalid scales
     (`ScaleRule`)."""
-    inputs, expected = _matched(new, served, config, any_dtype=False)
+    inputs, expected = _match_arrays(new, served, config, any_dtype=False)
     _check_finite(inputs, param="state", rules=_scale_rules(config))
     return nnx.from_flat_state(
         [(path, leaf.replace(_to_array(inputs[name]))) for name, (path, leaf) in expected.items()]
@@ -57,7 +57,7 @@ def to_copies(new: Weights, served: nnx.State[Any, Any], config: FamilyConfig | 
     """The served state's tree with copies of the arrays of `new`, in the served dtypes. On an accelerator one program
     copies, casts and looks for NaN, infinity and invalid scales. Raises as `to_state`, but for dtypes that can be
     cast."""
-    inputs, expected = _matched(new, served, config, any_dtype=True)
+    inputs, expected = _match_arrays(new, served, config, any_dtype=True)
     rules = _scale_rules(config)
     by_devices: dict[frozenset[Any], list[str]] = defaultdict(list)
     for name, array in inputs.items():
@@ -67,7 +67,7 @@ def to_copies(new: Weights, served: nnx.State[Any, Any], config: FamilyConfig | 
     for devices, names in by_devices.items():
         arrays, dtypes = [inputs[name] for name in names], tuple(expected[name][1].dtype for name in names)
         looks = any(device.platform != "cpu" for device in devices)
-        copied, flags = _copied(arrays, dtypes, tuple(map(rules.get, names)), looks=looks)
+        copied, flags = _copy_arrays(arrays, dtypes, tuple(map(rules.get, names)), looks=looks)
         copies |= dict(zip(names, copied, strict=True))
         finite |= {} if flags is None else dict(zip(names, np.asarray(flags).tolist(), strict=True))
     _refuse_invalid(_invalid(copies, finite, rules), param="state", rules=rules)
@@ -96,7 +96,7 @@ class _Layout:
         return wrong + [f"{name}: {_describe(leaf)} is not in the model" for name, leaf in unknown]
 
 
-def _matched(
+def _match_arrays(
     new: Weights, served: nnx.State[Any, Any], config: FamilyConfig | None, *, any_dtype: bool
 ) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]]:
     """The arrays of `new`, and paths and leaves of the served state, by name. No array is made before all of them fit;
@@ -110,15 +110,15 @@ def _matched(
     expected = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(served)}
     arrays = {name: leaf for name, (_, leaf) in expected.items()}
     if config is None:
-        _chosen(inputs, [_Layout(arrays=arrays)], any_dtype=any_dtype)
+        _choose_layout(inputs, [_Layout(arrays=arrays)], any_dtype=any_dtype)
         return {name: _to_array(leaf) for name, leaf in inputs.items()}, expected
     coded = config.coded_arrays
     given = {name: array for name, array in coded.items() if f"{name}{SCALE}" not in inputs}
     _refuse_scaled({name: inputs.get(name) for name in coded.keys() - given.keys()}, inputs, coded)
-    _refuse_plain({name: array for name, array in given.items() if _is_numbers(_to_array(inputs.get(name)))})
+    _refuse_plain({name: array for name, array in given.items() if _is_plain_stack(_to_array(inputs.get(name)))})
     quantized = {name: array for name, array in given.items() if array.format == E4M3}
     layouts = [_served_layout(arrays, quantized), *_plain_layouts(arrays, config, inputs)]
-    layout = _chosen(inputs, layouts, any_dtype=any_dtype)
+    layout = _choose_layout(inputs, layouts, any_dtype=any_dtype)
     received = {name: _to_array(leaf) for name, leaf in inputs.items()}
     _refuse_rounded({name: received[name] for name in _short_scales(coded) & received.keys()}, arrays)
     if layout.is_regrouped:
@@ -127,7 +127,7 @@ def _matched(
     return received | quantized_arrays({name: received[name] for name in quantized}, coded), expected
 
 
-def _chosen(inputs: Mapping[str, object], layouts: Sequence[_Layout], *, any_dtype: bool) -> _Layout:
+def _choose_layout(inputs: Mapping[str, object], layouts: Sequence[_Layout], *, any_dtype: bool) -> _Layout:
     """The layout that `inputs` have. Raises WeightsMismatchError with the differences from the nearest one."""
     differences = [layout.differences(inputs, any_dtype=any_dtype) for layout in layouts]
     least = min(range(len(layouts)), key=lambda index: len(differences[index]))
@@ -149,8 +149,8 @@ def _served_layout(served: Mapping[str, Any], quantized: Mapping[str, CodedArray
 
 
 def _plain_layouts(served: Mapping[str, Any], config: FamilyConfig, inputs: Mapping[str, object]) -> list[_Layout]:
-    """The arrays of the plain model, where its blocks are others than those that are served; `inputs` that have scales
-    are none of it."""
+    """The layout of the plain model's arrays, where its blocks differ from the served ones. None where `inputs` have
+    scales: they are not the plain model's."""
     source = without_codes(config)
     if is_grouped_alike(source, config) or any(f"{name}{SCALE}" in inputs for name in config.coded_arrays):
         return []
@@ -171,7 +171,7 @@ def _refuse_plain(given: Mapping[str, CodedArray]) -> None:
 
 def _refuse_scaled(scaled: Mapping[str, object], inputs: Mapping[str, object], coded: Mapping[str, CodedArray]) -> None:
     """Raise where plain arrays come with scales: they are neither codes nor numbers to quantise."""
-    wrong = sorted(name for name, leaf in scaled.items() if _is_numbers(_to_array(leaf)))
+    wrong = sorted(name for name, leaf in scaled.items() if _is_plain_stack(_to_array(leaf)))
     if wrong:
         pairs = [[f"{part}: {_describe(inputs[part])}" for part in (name, f"{name}{SCALE}")] for name in wrong]
         text = f"{len(wrong)} arrays of plain numbers come with scales: {_listed([*map(' with '.join, pairs)])}"
@@ -219,15 +219,15 @@ def delete_quantized(new: Weights, served: nnx.State[Any, Any], config: FamilyCo
             numbers.delete()
 
 
-def _is_numbers(array: object) -> bool:
-    """Whether it is a stack of matrices of plain numbers, which can be read."""
+def _is_plain_stack(array: object) -> bool:
+    """Whether an array is a stack of matrices, of three axes, in a plain float dtype, and can be read."""
     if not isinstance(array, jax.Array | np.ndarray) or isinstance(array, Tracer) or array.ndim != 3:
         return False
     return array.dtype in PLAIN_DTYPES and not (isinstance(array, jax.Array) and array.is_deleted())
 
 
 @functools.partial(jax.jit, static_argnames=("dtypes", "rules", "looks"))
-def _copied(
+def _copy_arrays(
     arrays: list[Any], dtypes: tuple[Any, ...], rules: tuple[ScaleRule | None, ...], *, looks: bool
 ) -> tuple[list[Shaped[Array, "..."]], Bool[Array, " n"] | None]:
     """New arrays in these dtypes, where the old ones are, and with `looks` what `_finite_flags` returns of them."""
@@ -331,7 +331,7 @@ def _listed(parts: Sequence[str], separator: str = "; ", last: str = "; and") ->
 
 @functools.partial(jax.jit, static_argnames="rules")
 def _finite_flags(arrays: list[Any], rules: tuple[ScaleRule | None, ...]) -> Bool[Array, " n"]:
-    """Of each array whether all its numbers are finite, and whether scales are valid."""
+    """Flags of the arrays: whether all numbers are finite, and whether scales are valid."""
     flags = [
         jnp.isfinite(array).all() if rule is None else rule.is_valid(array).all()
         for array, rule in zip(arrays, rules, strict=True)
@@ -355,9 +355,11 @@ def _is_finite(array: Any, rule: ScaleRule | None = None) -> bool:
 
 
 def _is_finite_on_host(array: np.ndarray) -> bool:
-    """By the bits of half precision, in blocks that stay in a cache: NumPy's own check of bfloat16 takes five times as
-    long. By the sum in single precision, which takes half the time and is no number if one of them is none; a sum that
-    is too large proves nothing."""
+    """Whether all numbers of a NumPy array are finite.
+
+    Single precision: the sum is finite only if all numbers are, and takes half the time of a check of each. A sum that
+    overflows proves nothing, so that each number is then checked. Half precision: the bits are checked in blocks that
+    stay in a cache, in a fifth of the time of NumPy's own check of bfloat16."""
     if array.dtype == np.float32:
         with np.errstate(over="ignore", invalid="ignore"):
             if np.isfinite(np.add.reduce(array, axis=None)):

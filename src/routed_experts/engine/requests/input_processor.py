@@ -59,11 +59,13 @@ class RequestLimits:
 
 
 class InputProcessor:
-    """Validates and tokenises. Thread-safe: its state is the source of seeds for requests without one, and the grammars
-    that were compiled last. `before_grammar` is called before the first grammar is compiled, and may be called again:
-    it prepares the engine. So does `before_given_ids` for the first request that names ids. Seeds are counted from
-    `random_seed`; with a `seed_stream` from a number that is hashed from both, so that engines of one random_seed have
-    series of their own."""
+    """Validates and tokenises requests. Thread-safe: its state is a source of seeds, and the grammars that were
+    compiled last.
+
+    Two calls prepare the engine: `before_grammar` before the first grammar is compiled, and `before_given_ids` before
+    the first request that names ids. Each may be called again. Requests without a seed get one of a series, which
+    begins at `random_seed`. With a `seed_stream` it begins at a hash of both: engines of one random_seed have
+    different series."""
 
     def __init__(
         self,

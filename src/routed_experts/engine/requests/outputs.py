@@ -7,14 +7,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int16
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PARAM, InvalidRequestError, RoutingFormatError
-from routed_experts.core.io_struct import FinishReason, StrOut
+from routed_experts.core.io_struct import StrOut
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.weight_version import WeightRun, cut_runs
@@ -103,23 +102,6 @@ class RequestOutput:
         rows = [output.record.prompt for output in self.outputs if output.record is not None]
         return None if not rows else _as_int16(next((record for record in rows if record.num_rows), rows[0]))
 
-    def to_sglang(self) -> list[dict[str, Any]]:
-        """One dict a choice, as `Engine.generate` gives them, without rows and logprobs."""
-        return [
-            {
-                "text": output.text,
-                "output_ids": list(output.token_ids),
-                "meta_info": {
-                    "id": self.request_id,
-                    "prompt_tokens": len(self.prompt_token_ids),
-                    "completion_tokens": len(output.token_ids),
-                    "cached_tokens": self.num_cached_tokens,
-                    "finish_reason": _sglang_reason(output),
-                },
-            }
-            for output in self.outputs
-        ]
-
 
 def request_output(sequences: Sequence[SequenceState], prompt: str | None) -> RequestOutput:
     """The choices of one prompt, ended or as far as they are."""
@@ -149,7 +131,8 @@ def check_arrays(params: SamplingParams | None) -> None:
     """Raise InvalidRequestError for a wire format: the rows of a RequestOutput are arrays."""
     if params is not None and params.routed_experts_format is not None:
         text = f"{PARAM}={short_repr(params.routed_experts_format)} is for the wire; here rows are arrays: leave it out"
-        raise InvalidRequestError(text, param="routed_experts_format", code="ref_unavailable")
+        code = "ref_unavailable" if params.routed_experts_format == "ref" else "unsupported_parameter"
+        raise InvalidRequestError(text, param="routed_experts_format", code=code)
 
 
 async def stream_outputs(
@@ -260,9 +243,3 @@ def _as_int16(record: RoutedExperts) -> Int16[np.ndarray, "R M K"]:
             f"{record.num_experts} experts do not fit int16; read `record`, whose ids are {record.ids.dtype}"
         )
     return record.ids.astype(np.int16)
-
-
-def _sglang_reason(output: CompletionOutput) -> dict[str, object]:
-    matched = output.stop_reason if output.finish_reason == "stop" else None
-    length = len(output.token_ids) if output.finish_reason == "length" else None
-    return FinishReason(type=str(output.finish_reason), matched=matched, length=length).to_dict()

@@ -38,8 +38,9 @@ _IN_FLIGHT = 8  # steps whose slot counts stay on the device until their copy to
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadStats:
-    """`hits`: by hidden layer, the share of slots whose experts were resident. `deferred`: slots that were added a
-    layer late. `busy_s`: seconds for which the host's threads ran experts, those of scores included."""
+    """Statistics of experts on the host, over some steps. `hits`: by hidden layer, the share of slots whose experts
+    were resident. `deferred`: slots that were added a layer late. `busy_s`: seconds for which the host's threads ran
+    experts, those of scores included."""
 
     hits: Mapping[int, float]
     deferred: int

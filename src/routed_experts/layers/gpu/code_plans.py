@@ -11,7 +11,7 @@ COLUMNS = 128  # of a set: 64 of each of two warpgroups
 
 
 class _ExpertTile(NamedTuple):
-    """Of experts with up to `rows` rows on average."""
+    """The tile of experts with up to `rows` rows on average."""
 
     rows: float
     tile: int
@@ -21,7 +21,7 @@ class _ExpertTile(NamedTuple):
 
 
 class _MatrixTile(NamedTuple):
-    """Of one matrix; a program takes `group_us` for a group of inputs."""
+    """The tile of one matrix; a program takes `group_us` for a group of inputs."""
 
     tile: int
     groups: int
@@ -51,13 +51,13 @@ class CodesPlan:
 
 
 def plan_gate_up(expert_rows: float, inputs: int) -> CodesPlan:
-    """Of the first product of experts with so many rows on average."""
+    """Plan the first product of experts with so many rows on average."""
     own = next(own for own in _EXPERTS if expert_rows <= own.rows)
     return CodesPlan(tile=own.tile, sets=2, groups=_dividing(own.gate_up_groups, inputs))
 
 
 def plan_down(expert_rows: float, inputs: int, outputs: int) -> CodesPlan:
-    """Of the second product; its tiles have as many rows as those of the first."""
+    """Plan the second product; its tiles have as many rows as those of the first."""
     own = next(own for own in _EXPERTS if expert_rows <= own.rows)
     return CodesPlan(tile=own.tile, sets=_dividing(own.down_sets, outputs), groups=_dividing(own.down_groups, inputs))
 
@@ -68,7 +68,7 @@ def _dividing(count: int, numbers: int) -> int:
 
 
 def plan_matrix(num_rows: int, inputs: int, outputs: int, num_programs: int) -> CodesPlan:
-    """Of one matrix, for 64 rows or more: the plan whose last program should end first."""
+    """Plan the product with one matrix, for 64 rows or more: the plan whose last program should end first."""
 
     def microseconds(own: _MatrixTile, splits: int) -> float:
         blocks = -(-num_rows // own.tile) * (outputs // COLUMNS) * splits

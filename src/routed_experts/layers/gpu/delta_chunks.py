@@ -156,11 +156,11 @@ class _Chunk:
         return _load_chunk(source, self.tokens, of_head, lanes, mask)
 
     def load_query(self, lanes: Array) -> tuple[Array, Array]:
-        """Of the head's key head."""
+        """Load the queries of the head's key head."""
         return self.load(self.queries_keys, self.head // self.sizes.share, lanes)
 
     def load_key(self, lanes: Array) -> tuple[Array, Array]:
-        """Of the head's key head."""
+        """Load the keys of the head's key head."""
         return self.load(self.queries_keys, self.sizes.shape.key_heads + self.head // self.sizes.share, lanes)
 
     def load_solved(self, of_head: Array) -> Array:

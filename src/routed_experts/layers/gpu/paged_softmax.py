@@ -134,7 +134,7 @@ def scales_heads(dim: int) -> bool:
 
 
 def part_shapes(num_rows: int, splits: int, heads: int, dim: int) -> list[jax.ShapeDtypeStruct]:
-    """Of what `combine_splits` combines."""
+    """The shapes of what `combine_splits` combines."""
     return [jax.ShapeDtypeStruct((num_rows, splits, heads, *tail), jnp.float32) for tail in ((dim,), (), ())]
 
 
@@ -153,8 +153,9 @@ def choose_splits(num_requests: int, groups: int, most_keys: int, blocks: int = 
 
 
 def visible_bounds(first: Array, last: Array, features: AttentionFeatures) -> tuple[Array, Array, Array, Array]:
-    """Of the rows of a tile, at positions `first` to `last`: the first key that one of them sees, the first and the end
-    of the keys that all of them see (none, where the end comes first), and the end of all."""
+    """Bounds of the keys that the rows of a tile see, at positions `first` to `last`: the first key that one of them
+    sees, the first and the end of the keys that all of them see (none, where the end comes first), and the end of
+    all."""
     return first_visible(first, features), first_visible(last, features), first + 1, last + 1
 
 

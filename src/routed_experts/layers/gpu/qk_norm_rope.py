@@ -144,7 +144,7 @@ def _qk_norm_rope(*refs: Any, names: tuple[str, ...], sizes: HeadSizes) -> None:
 
 
 def _inverses(projected: FusedQKV, qkv: Float[Array, "S N O"], dtype: Any, bounds: list[int]) -> Float[Array, "N 2"]:
-    """Of all queries and of all keys, the inverse root of their mean square."""
+    """The inverse root of the mean square of all queries, and of all keys."""
     rows = jnp.sum(qkv, axis=0).astype(dtype)
     rows = rows if projected.bias is None else rows + projected.bias[projected.layer]
     parts = jnp.split(rows.astype(jnp.float32), bounds, axis=1)[:2]

@@ -24,7 +24,7 @@ class QueryRows:
 
     @property
     def tokens(self) -> int:
-        """Of a warpgroup."""
+        """Tokens of a warpgroup."""
         return SIDE // self.heads
 
     @property

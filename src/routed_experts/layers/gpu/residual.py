@@ -38,8 +38,8 @@ class _Norm:
 
 
 def _warps(dim: int) -> int:
-    """Of a block that has a whole row. The best of 5 on an H200, or within 6 % of it, for rows of 1024, 2048, 2880,
-    4096 and 7168 numbers, with 1 and 64 rows."""
+    """Warps of a block that has a whole row. The best of 5 on an H200, or within 6 % of it, for rows of 1024, 2048,
+    2880, 4096 and 7168 numbers, with 1 and 64 rows."""
     lanes = power_of_two(dim)
     return 16 if lanes > 4096 else max(4, lanes // 128)
 
@@ -90,6 +90,8 @@ def _finish(refs: tuple[Any, ...], addend: Callable[[Array, Array | None], Array
 
 
 def _of_parts(*refs: Any, static: _Norm) -> None:
+    """Kernel of `add_parts`, a block for each row. Order of `refs`: x, scales, layer, parts, biases if the layer has
+    some; outputs: stream, normed."""
     x, scales, layer, parts, *biases, stream, normed = refs
     row = pl.program_id(0)
 
@@ -149,6 +151,8 @@ def _row_and_product(*refs: Any, tile: LinearTile, static: _Norm) -> None:
 
 
 def _of_slots(*refs: Any, shared: bool, gated: bool, moved: bool, static: _Norm) -> None:
+    """Kernel of `add_slots`, a block for each row. Order of `refs`: x, scales, layer, slots, weights, valid; `gated`:
+    inputs and gates of the shared experts; `moved`: the row of each slot; outputs: stream, normed."""
     x, scales, layer, slots, weights, valid, *more, stream, normed = refs
     row, (num_rows, top_k) = pl.program_id(0), weights.shape
 
@@ -173,6 +177,7 @@ def _of_slots(*refs: Any, shared: bool, gated: bool, moved: bool, static: _Norm)
 def _call(
     kernel: Callable[..., None], name: str, x: Float[Array, "N D"], norm: StreamNorm, *args: Array, interpret: bool
 ) -> tuple[Float[Array, "N D"], NormedRows]:
+    """Launch a kernel on x, the scales and layer of the norm, and `args`; returns the new stream and its norm."""
     num_rows, dim = x.shape
     shape: Any = jax.ShapeDtypeStruct(x.shape, x.dtype)
     is_scaled = takes_scaled_rows(num_rows, x.dtype, norm.next_matrices, norm.experts)

@@ -160,7 +160,7 @@ def _find_block(refs: _Refs, plan: _Plan, index: Array) -> _Block:
 
 
 def _first_head(plan: _Plan, block: _Block, warpgroup: Array | int) -> Array:
-    """Of a warpgroup's rows."""
+    """The first head of a warpgroup's rows."""
     head = block.number * plan.rows.block_heads
     return head if plan.rows.apart else head + warpgroup
 
@@ -243,7 +243,7 @@ def _produce(refs: _Refs, plan: _Plan) -> None:
 
 
 class _Softmax(NamedTuple):
-    """Of a warpgroup's rows, after a step of keys: maximum and normaliser, and the weights of the step's values, in
+    """Softmax of a warpgroup's rows after a step of keys: maximum, normaliser, and weights of the step's values, in
     float32 or in the model's dtype."""
 
     top: Float[Array, "64"]

@@ -163,8 +163,8 @@ class _Block:
         return self.refs.inverse.shape[0] > 1
 
     def locate(self, tile: Array, column: Array) -> _BlockIndex:
-        """Of a tile's block. The tiles of one matrix come once for each part of the sum, and the last of them ends with
-        the last row: rows that are in two tiles are computed, and written, twice."""
+        """Return the index of a tile's block. The tiles of one matrix come once for each part of the sum, and the last
+        of them ends with the last row: rows that are in two tiles are computed, and written, twice."""
         num_rows, rows = self.refs.rows.shape[0], self.plan.tile
         matrix = self.refs.first[0] * self.schedule.stride
         if self.refs.tiles:
@@ -174,7 +174,7 @@ class _Block:
         return _BlockIndex(matrix, jnp.minimum(own * rows, num_rows - rows), split, column)
 
     def num_tiles(self) -> Array:
-        """Of the product."""
+        """Return how many tiles the product has."""
         if self.refs.tiles:
             return self.refs.tiles[1][0]
         return jnp.int32(-(-self.refs.rows.shape[0] // self.plan.tile) * self.plan.splits)
@@ -218,7 +218,7 @@ class _Block:
         return self.refs.code_ring[stage, number, columns, inputs].astype(jnp.float16)
 
     def _sums(self, warpgroup: Array, at: _BlockIndex, first_step: Array) -> list[Float[Array, "64 T"]]:
-        """Of each set, of rows as they were before they were scaled. Scales are loaded a step ahead."""
+        """The sums of each set, for rows as they were before they were scaled. Scales are loaded a step ahead."""
         refs, schedule, plan, steps = self.refs, self.schedule, self.plan, self.schedule.steps
         products = [(number, group) for number in range(plan.sets) for group in range(plan.groups)]
         spans = [lax.div(self.columns(number, at), jnp.int32(GROUP)) for number in range(plan.sets)]

@@ -70,7 +70,7 @@ class _Cut:
 
     @property
     def short_rows(self) -> int:
-        """Of the last part of down, where it has fewer than the others; else 0."""
+        """Rows of the last part of down, where it has fewer than the others; else 0."""
         return self.width % self.rows
 
     @property

@@ -26,7 +26,9 @@ _SEPARATE = ("attention", "{}_proj", "{}_conv1d", "o_norm", "dense")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaAttention:
-    """`layout` of a checkpoint: "key heads", two projections whose outputs are grouped by key head (Qwen3-Next);
+    """Linear attention by the gated delta rule, whose state has a fixed size.
+
+    `layout` of a checkpoint: "key heads", two projections whose outputs are grouped by key head (Qwen3-Next);
     "purposes", four, of which queries, keys and values are one (Qwen3.5); or "separate", six (Ling 3.0). `gate`: the
     activation that multiplies the normalised output. `lower_bound`: of a decay, which is then a sigmoid of it; 0 for
     decays by softplus."""

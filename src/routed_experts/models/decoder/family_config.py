@@ -147,7 +147,7 @@ class LayerBlock:
 
     @property
     def num_layers(self) -> int:
-        """Of all repeats."""
+        """Layers of all repeats."""
         return len(self.pattern) * self.repeats
 
     @property
@@ -158,7 +158,9 @@ class LayerBlock:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyConfig:
-    """`layer_norms`: layer normalisation with biases, not RMS. `norm_offset`: added to the scale of every norm of
+    """What config.json says of a model of any family: its layers, sizes, and names of tensors.
+
+    `layer_norms`: layer normalisation with biases, not RMS. `norm_offset`: added to the scale of every norm of
     the stream. `logit_softcap` c: scores s of the vocabulary become c tanh(s / c); 0 for none. `stem` and `head`: how
     the names of the layers' tensors and of the head's begin; `final_norm`: the name of the norm after the last layer;
     `output_norm_names` and `stream_scale`: of layers that have output norms or are scaled. `ignored_tensors`: shell

@@ -43,11 +43,14 @@ PROJECTION_BIASES = frozenset({"input biases", "an output bias"})  # added befor
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedAttention:
-    """`qk_norm`: "", "head", "whole", or "bare", of each head without a scale. `norm_offset`: added to the scale of a
-    q/k norm. `norm_after_rope`: the norm follows the rotary positions. `scale`: of the scores, 0 for C^-0.5. `gated`:
-    each head's output is multiplied by a sigmoid of its own projection. `clip`: bounds of q, k and v, 0 for none.
-    `value_norm`: each head's values are normed without a scale. `keys_are_values`: values have no projection, they are
-    the keys as projected. `tuning` (f, s): queries times 1 + s log(1 + floor((position + 1) / f))."""
+    """Attention whose heads share keys and values in groups; with as many groups as heads, plain multi-head attention.
+
+    `qk_norm`: "", "head", "whole", or "bare", of each head without a scale. `norm_offset`: added to the scale of a q/k
+    norm. `norm_after_rope`: the norm follows the rotary positions. `scale`: of the scores, 0 for C^-0.5. `gated`: each
+    head's output is multiplied by a sigmoid of its own projection. `clip`: bounds of q, k and v, 0 for none; a q/k norm
+    comes before it. `value_norm`: each head's values are normed without a scale. `keys_are_values`: values have no
+    projection, they are the keys as projected. `tuning` (f, s): queries times 1 + s log(1 + floor((position + 1) /
+    f))."""
 
     num_heads: int
     num_kv_heads: int
@@ -241,8 +244,8 @@ class GroupedAttention:
         self, mixed: Float[Array, "N O"], params: LayerParams, step: LayerContext, cache: Any, layer: Int[Array, ""]
     ) -> tuple[Float[Array, "N H C"], Any]:
         """Normalise, rotate, attend, gate."""
-        if self.clip:
-            mixed = jnp.clip(mixed, -self.clip, self.clip) if not self.qk_norm else mixed
+        if self.clip and not self.qk_norm:
+            mixed = jnp.clip(mixed, -self.clip, self.clip)
         gates, queries, keys, values = self._parts(mixed)
         if self.value_norm:
             values = params.kernels.rows.rms_norm(values, jnp.ones(self.head_dim, values.dtype), eps=self.eps)

@@ -29,7 +29,9 @@ _EPS = 1e-6  # of the norms of compressed rows, regardless of rms_norm_eps: Deep
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
-    """`query_rank` 0: queries are projected at once. `scale`: of the scores. `gated`: each head's values are multiplied
+    """Latent attention (MLA): keys and values of a token are one compressed row, which all heads share.
+
+    `query_rank` 0: queries are projected at once. `scale`: of the scores. `gated`: each head's values are multiplied
     by the sigmoid of a number of their own. `at` and `out` name tensors in a checkpoint."""
 
     num_heads: int

@@ -27,7 +27,7 @@ class LayerCounts:
         return LayerCounts(self.by_group + own, self.moe + block.num_moe * block.repeats)
 
     def cache_layers(self, config: FamilyConfig, block: LayerBlock) -> tuple[Progression, ...]:
-        """Of each layer of the pattern: its number among the layers of its cache group."""
+        """The number of each layer of the pattern among the layers of its cache group."""
         groups = [config.cache_group(layer.mixer) for layer in block.pattern]
         return tuple(
             (self.by_group[group] + groups[:index].count(group), groups.count(group))
@@ -35,6 +35,6 @@ class LayerCounts:
         )
 
     def moe_layers(self, block: LayerBlock) -> tuple[Progression, ...]:
-        """Of each layer of the pattern: its MoE layer, or that of the next one that has experts."""
+        """The MoE layer of each layer of the pattern, or that of the next one that has experts."""
         is_moe = [isinstance(layer.feed, Sparse) for layer in block.pattern]
         return tuple((self.moe + sum(is_moe[:index]), block.num_moe) for index in range(len(is_moe)))

@@ -43,11 +43,11 @@ class LayerContext:
     ) -> "LayerContext":
         """Inputs of a step at these positions, with the angles of each kind of rotary positions."""
         angles = {spec: spec.cos_sin(positions) for spec in rotary}
-        doubled = {spec: _doubled(pair) for spec, pair in angles.items()}
+        doubled = {spec: _double(pair) for spec, pair in angles.items()}
         return LayerContext(positions, valid, ops.attend, ops.recur, kernels, angles, doubled)
 
 
-def _doubled(angles: tuple[Float[Array, "N F"], Float[Array, "N F"]]) -> tuple[Array, Array]:
+def _double(angles: tuple[Float[Array, "N F"], Float[Array, "N F"]]) -> tuple[Array, Array]:
     cos, sin = (jnp.concatenate([part, part], axis=-1) for part in angles)
     return cos, sin
 

@@ -17,7 +17,8 @@ from routed_experts.models.decoder.layer_parts import CheckpointScope, LayerCont
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConvolution:
-    """`biased`: the convolution and both projections have biases."""
+    """A gated causal convolution over the last tokens, in place of attention. `biased`: the convolution and both
+    projections have biases."""
 
     shape: ConvShape
     biased: bool = False

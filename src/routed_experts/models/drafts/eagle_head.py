@@ -31,7 +31,8 @@ _MAX_LAYERS = 64  # of a head; those that are published have one
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EagleConfig:
-    """`bias`: fc has one. All layers but the first norm the input of attention."""
+    """The layers and sizes of an EAGLE or EAGLE-3 head. `bias`: fc has one. All layers but the first norm the input of
+    attention."""
 
     layers: tuple[LlamaLayer, ...]
     vocab_size: int

@@ -27,7 +27,8 @@ _OUTPUTS = ("out", "out_bias")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaLayer:
-    """`input_norms`: array and tensor of each norm ahead of attention; what these norms read is up to the head."""
+    """A layer of a draft head: attention and a dense feed-forward, as in Llama. `input_norms`: array and tensor of each
+    norm ahead of attention; what these norms read is up to the head."""
 
     hidden_size: int
     input_width: int

@@ -85,7 +85,7 @@ def _balanced(codes: Array) -> Array:
 
 
 def _scales(name: str, scales: Any, codes: Any) -> Float[Array, "..."]:
-    """Of groups of inputs of a matrix of codes, in either order of its sides."""
+    """Scales for the groups of inputs of a matrix of codes, in either order of its sides."""
     form = next(form for form, dtype in CODE_DTYPES.items() if dtype == codes.dtype)
     # As QuantizedWeight.create does, but for the order of the sides, which an array does not tell.
     numbers, (num_groups, num_spans) = math.prod(codes.shape[-2:]) * inputs_of_byte(form), scales.shape[-2:]

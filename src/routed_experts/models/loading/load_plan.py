@@ -88,7 +88,7 @@ class ShardBoxes:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the part."""
+        """The shape of the part."""
         sides = [end - first for first, end in self.bounds[0]]
         sides[self.axis] = sum(bounds[self.axis][1] - bounds[self.axis][0] for bounds in self.bounds)
         return tuple(sides)

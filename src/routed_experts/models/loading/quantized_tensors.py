@@ -211,7 +211,7 @@ class QuantizedMatrix(CodedTensor):
         return groups
 
     def error(self, checkpoint: Checkpoint, name: str, fault: str, expected: str) -> CheckpointError:
-        """Of one of its tensors."""
+        """Build the error of one of its tensors."""
         return CheckpointError(f"{checkpoint.path}: {name} {fault}; expected {expected}; copy the checkpoint again")
 
 

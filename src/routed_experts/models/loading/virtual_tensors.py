@@ -31,14 +31,21 @@ Header = tuple[tuple[int, ...], str]
 
 
 class VirtualTensor(Protocol):
-    """A virtual tensor."""
+    """A tensor that no file holds: it is computed from stored tensors when it is read."""
 
     @property
-    def needs(self) -> tuple[str, ...]: ...
+    def needs(self) -> tuple[str, ...]:
+        """Names of the stored tensors that it is computed from."""
+        ...
 
-    def header(self, headers: Mapping[str, Header]) -> Header: ...
+    def header(self, headers: Mapping[str, Header]) -> Header:
+        """Shape and dtype, from those of the stored tensors."""
+        ...
 
-    def read(self, checkpoint: Checkpoint, box: tuple[slice, ...]) -> np.ndarray: ...
+    def read(self, checkpoint: Checkpoint, box: tuple[slice, ...]) -> np.ndarray:
+        """Compute a new array of the part that `box` names: a slice with start and stop for each axis. Raises
+        CheckpointError where a stored tensor cannot be read or holds what cannot be computed with."""
+        ...
 
 
 class DequantizableTensor(VirtualTensor):
@@ -134,7 +141,7 @@ class ExactScales:
 
 
 def no_virtual_tensors(checkpoint: Checkpoint) -> Mapping[str, VirtualTensor]:
-    """Of a family whose files hold what its table names."""
+    """Return no tensor: for a family whose files hold what its table names."""
     return {}
 
 

@@ -260,7 +260,7 @@ class _Stack:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the numbers."""
+        """The dtype of the numbers."""
         return self.rows.dtype if isinstance(self.rows, np.ndarray) else np.dtype(np.float32)
 
     def takes(self, part: np.ndarray | QuantizedPart) -> bool:
