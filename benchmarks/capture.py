@@ -115,7 +115,7 @@ def is_decoding(core: EngineCore) -> bool:
 
 
 def means(pair: tuple[list[float], list[float]]) -> list[float]:
-    """Of neighbouring steps of two engines."""
+    """Means of neighbouring steps of two engines."""
     return [sum(times) / 2 for times in zip(*pair, strict=True)]
 
 

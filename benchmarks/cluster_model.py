@@ -75,7 +75,7 @@ class Model:
     bytes_a_param: int = 2
 
     def step_bytes(self, batch: int) -> float:
-        """Of weights that a step reads: all but the experts that no token chooses."""
+        """Bytes of the weights that a step reads: all but the experts that no token chooses."""
         experts = 3.0 * self.layers * self.experts * self.hidden * self.expert_width
         touched = 1.0 - (1.0 - self.top_k / self.experts) ** batch
         return self.bytes_a_param * (self.total_params - experts * (1.0 - touched))
@@ -264,7 +264,7 @@ def exchange_limit(value_bytes: int) -> int:
 
 
 def measured_rows() -> list[Mapping[str, float]]:
-    """Of a device that takes time, with rows."""
+    """Measured rows of a device that takes time, with capture."""
     file = Path(__file__).parent / "results" / "cluster_host_time_cpu.json"
     result = json.loads(file.read_text(encoding="utf-8"))
     return [MappingProxyType(row) for row in result["rows"] if row["rows"] == "on" and row["device ms"] > 0]

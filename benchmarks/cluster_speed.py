@@ -29,7 +29,7 @@ PORT = 23_456
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Of every process."""
+    """Options of the engine in every process."""
     most = max(args.batches)
     return {
         "tp_size": 2,

@@ -185,7 +185,7 @@ class StepLaunches:
 
     @property
     def totals(self) -> tuple[float, float]:
-        """Of a layer, and beside the layers."""
+        """Bytes of a layer, and those beside the layers."""
         return sum(self.layer.values()), sum(self.once.values())
 
 

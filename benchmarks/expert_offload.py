@@ -121,7 +121,7 @@ class Bench:
         return {**row, **sides, "overlap": overlap, "bound": bound, "of bound": overlap / bound}
 
     def residents_ms(self, batch: int, domain: int) -> float:
-        """Of reading the residents that a decode step runs, all layers, from the accelerator's memory."""
+        """Milliseconds to read the residents that a decode step runs, all layers, from the accelerator's memory."""
         runner, run = self.core.runner, self.run(batch, domain=domain, ask=True, new=8)
         rows = np.stack([out.routed_experts.ids[self.args.prompt :] for out in run.outs])  # [B, steps, M, K]
         slots = runner.residency.slot_of[np.arange(rows.shape[2])[:, None], rows]
@@ -158,7 +158,7 @@ def server_args(args: argparse.Namespace, folder: Path) -> ServerArgs:
 
 
 def accelerator_bytes(core: EngineCore) -> dict[str, float]:
-    """Of all arrays on the accelerator, each buffer once, and as the device counts."""
+    """Bytes of all arrays on the accelerator, each buffer once, and as the device counts."""
     device = jax.devices()[0]
     buffers = {a.unsafe_buffer_pointer(): a.nbytes for a in jax.live_arrays() if a.devices() == {device}}
     stats = device.memory_stats() or {}

@@ -34,7 +34,7 @@ ROUND = 12  # requests
 
 
 def resident_bytes() -> int:
-    """Of this process."""
+    """Resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from routed_experts.cli import make_parser
+from routed_experts.cli import main, make_parser
 
 pytestmark = pytest.mark.usefixtures("fast_compilation", "lazy_compilation")
 
@@ -21,6 +21,7 @@ NOTEBOOKS = sorted(DOCS.rglob("*.ipynb"))
 # What needs Tunix runs where that is installed: tests/integrations/test_tunix_pages.py.
 WITH_TUNIX = {DOCS / "frameworks" / "tunix.md", DOCS / "notebooks" / "grpo_with_tunix.ipynb"}
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+HERE_DOCUMENT = re.compile(r"^cat > (\S+) <<'(\w+)'\n(.*?)^\2\n", re.MULTILINE | re.DOTALL)
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 
 
@@ -67,8 +68,22 @@ def test_notebooks_hold_the_outputs_of_a_whole_run_and_a_picture(notebook):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "sh")], ids=named)
 def test_commands_name_scripts_that_are_there_and_flags_that_are_known(page):
-    for line in "".join(blocks(page, "sh")).splitlines():
+    for line in HERE_DOCUMENT.sub("", "".join(blocks(page, "sh"))).splitlines():
         check_command(line)
+
+
+def test_the_commands_of_the_quickstart_can_be_pasted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (block,) = [body for body in blocks(DOCS / "quickstart.md", "sh") if HERE_DOCUMENT.search(body)]
+    for name, _, text in HERE_DOCUMENT.findall(block):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    commands = [shlex.split(line, comments=True) for line in HERE_DOCUMENT.sub("", block).splitlines()]
+    assert len(commands) == 6
+    for program, *arguments in commands:
+        assert program == "routed-experts" and main(arguments) == 0, arguments
+    assert len((tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()) == 2
+    written = {file.name for file in tmp_path.iterdir()}
+    assert {"routing.png", "routing.html", "record.safetensors", "rows.npy"} <= written
 
 
 def test_what_needs_tunix_is_run_by_its_own_tests():

@@ -70,7 +70,7 @@ def post(path, body):
 
 
 def logprob(question, choice):
-    """Of a choice after its question, by another route: the sum over its tokens."""
+    """The log probability of a choice after its question, by another route: the sum over its tokens."""
     ids = [post("/tokenize", {"prompt": text})["tokens"] for text in (question, question + choice)]
     return sum(post("/v1/score", {"token_ids": ids[1]})["data"][0]["logprobs"][len(ids[0]) - 1 :])
 

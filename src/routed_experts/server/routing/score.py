@@ -12,6 +12,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import (
     CaptureDisabledError,
     InvalidRequestError,
@@ -153,8 +154,8 @@ def _check_label_fields(fields: ScoreRequest, labels: Sequence[int], vocab_size:
         raise InvalidRequestError("label_token_ids must hold an id; send those to score", param="label_token_ids")
     unknown = next((label for label in labels if not 0 <= label < vocab_size), None)
     if unknown is not None:
-        text = f"label_token_ids holds {unknown}, which is out of vocabulary: ids are 0..{vocab_size - 1}"
-        raise InvalidRequestError(text[:200], param="label_token_ids")
+        text = f"label_token_ids holds {short_repr(unknown)}, which is out of vocabulary: ids are 0..{vocab_size - 1}"
+        raise InvalidRequestError(f"{text}; give ids of this model's tokenizer", param="label_token_ids")
     unexpected = next((name for name in _OF_ROWS if getattr(fields, name)), None)
     if unexpected is not None:
         text = f"{unexpected} needs token_ids: query and items have no rows; leave it out"
