@@ -185,7 +185,7 @@ class StepLaunches:
 
     @property
     def totals(self) -> tuple[float, float]:
-        """Bytes of a layer, and those beside the layers."""
+        """Launches of a layer, and those beside the layers."""
         return sum(self.layer.values()), sum(self.once.values())
 
 

@@ -178,8 +178,8 @@ def floor_bytes(plain: FamilyConfig, served: FamilyConfig | None, batch: int, co
 
 
 def median_of_ratios(above: list[float], below: list[float]) -> str:
-    """The median of ratios of neighbouring runs, with its interval of about 95 %: from the order of the ratios, or all of
-    fewer than 6."""
+    """The median of ratios of neighbouring runs, with its interval of about 95 %: from the order of the ratios, or all
+    of fewer than 6."""
     ratios = sorted(a / b for a, b in zip(above, below, strict=True))
     count = len(ratios)
     first = max(0, int((count - 1.96 * count**0.5) / 2)) if count >= 6 else 0
