@@ -189,7 +189,7 @@ def follow(address: str, nnodes: int, rank: int) -> None:
     group, digests = FollowingGroup(dist, {0: join(dist, {})}), StepDigests()
     group.start()
     while (order := group.receive()).kind is not OrderKind.STOP:
-        digests.run(order)
+        digests.add_order(order)
         group.done(order.seq)
     group.stopped(order.seq)
 
