@@ -211,3 +211,21 @@ def test_the_command_ends_with_two_lines(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["serve", "MODEL", "--enable-lora"])
     assert ended.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("page_size=0 must be", "--page-size 0 must be"),
+        ("set deterministic=True too", "set --deterministic too"),
+        ("raise max_total_tokens, or", "raise --max-total-tokens, or"),
+        ("mode='reroute' needs", "--placement-mode 'reroute' needs"),
+        ("(dp_size=2)", "(--dp-size 2)"),
+        ("deterministic=False is", "deterministic=False is"),
+        ("Engine(..., page_size=8)", "Engine(..., page_size=8)"),
+        ("/models/page_size/page_size.json", "/models/page_size/page_size.json"),
+        ("'page_size=0' and head_dim=5", "'page_size=0' and head_dim=5"),
+    ],
+)
+def test_errors_of_commands_name_flags(text, expected):
+    assert make_parser().command_parser("serve").name_flags(text) == expected

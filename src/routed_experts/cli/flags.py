@@ -44,7 +44,9 @@ _LONG_VALUE = re.compile(  # in argparse's own text: the repr() of a value longe
     r"""((?:value|choice): )('(?:[^'\\]|\\.){61,}'|"(?:[^"\\]|\\.){61,}")"""
 )
 _FIELD_VALUE = re.compile(  # in an error: page_size=0, deterministic=True, or a name with an underscore alone
-    r"""(?<![\w./'"-])(?:(?P<name>[a-z][a-z0-9_]*)=(?P<value>True\b|(?=\S))|(?P<bare>[a-z][a-z0-9]*_[a-z0-9_]+)(?![\w=/'"(-]))"""
+    r"""(?<![\w./'"-])"""
+    r"""(?:(?P<name>[a-z][a-z0-9_]*)=(?P<value>True\b|(?!False\b)(?=\S))"""
+    r"""|(?P<bare>[a-z][a-z0-9]*_[a-z0-9_]+)(?![\w=/'"(-]))"""
 )
 _WORD = re.compile(r"[\w.-]+")
 _NUMBER = re.compile(r"-?[0-9.]+")
