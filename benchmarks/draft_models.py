@@ -58,7 +58,7 @@ MEDIUM = {
 class FixedPolicy:
     """Drafts as often as it is told, and verifies all of them or none."""
 
-    is_probe = False
+    is_off = False
 
     def __init__(self) -> None:
         self.drafts = self.verifies = False

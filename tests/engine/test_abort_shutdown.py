@@ -467,9 +467,18 @@ def test_death_ends_every_waiting_request_once_and_every_later_call(folder, capl
     assert_dead(engine, "the experts are")
 
 
-def test_a_step_that_fails_while_a_command_waits_for_it_ends_the_engine_with_its_cause(folder, monkeypatch):
-    """The thread that drains a failing step is not at fault: its requests and all later calls get the cause."""
+@pytest.mark.parametrize(
+    ("explained", "error", "text"),
+    [(None, EngineDeadError, "the device is gone"), (PeerLostError("process 1"), PeerLostError, "process 1")],
+    ids=["by itself", "by another process"],
+)
+def test_a_step_that_fails_while_a_command_waits_for_it_ends_the_engine_with_its_cause(
+    folder, monkeypatch, explained, error, text
+):
+    """The command that drains a failing step gets the cause, and so do its requests and all later calls."""
     engine = build(folder, enable_return_routed_experts=True)
+    if explained is not None:
+        monkeypatch.setattr(engine.thread, "_explain", lambda _: explained)
     core = engine.components.core
     drain = core.drain
 
@@ -480,11 +489,12 @@ def test_a_step_that_fails_while_a_command_waits_for_it_ends_the_engine_with_its
 
     call = Background(engine, "the cat", LONG)  # it decodes: a step is in flight whenever a command is taken
     monkeypatch.setattr(core, "drain", broken)
-    with pytest.raises(RuntimeError, match="the device is gone"):
+    with pytest.raises(error, match=text):
         engine.thread.run_drained(lambda: None)
-    with pytest.raises(EngineDeadError, match="the device is gone"):
-        call.result()
-    assert_dead(engine, "the device is gone")
+    for later in (call.result, engine.flush_cache, lambda: engine.generate("the cat")):
+        with pytest.raises(error, match=text):
+            later()
+    engine.shutdown()
 
 
 def test_commands_that_come_in_while_it_dies_get_the_cause(folder):

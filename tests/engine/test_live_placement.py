@@ -292,6 +292,22 @@ def test_a_rerouted_cached_prefix_is_reported_to_its_readers(rerouting):
     np.testing.assert_array_equal(scored.logprobs, exact.logprobs)
 
 
+def test_a_cached_page_is_behind_the_pages_that_its_pass_computed(rerouting):
+    """Two requests compute the same first page in one step. That of the second one was changed or not as those beside
+    it decided, so its second page is not cached behind the first page of the other."""
+    page, ask_one = SIZES["page_size"], ASK | {"max_new_tokens": 1}
+    rerouting.flush_cache()
+    rerouting.set_capacity_factor(1)
+    shared = PROMPTS[0][: 2 * page]
+    batch = [[*shared[:page], token] for token in (5, 6, 7)] + [[*shared, 8]]
+    each = [ASK["sampling_params"] | {"max_new_tokens": length} for length in (1, 1, 1, 2)]
+    rerouting.generate(input_ids=batch, sampling_params=each)
+    rerouting.set_capacity_factor("inf")
+    (later,) = rerouting.generate(input_ids=[[*shared, 9]], **ask_one)
+    assert later["meta_info"]["cached_tokens"] == page
+    rerouting.flush_cache()
+
+
 def test_a_retracted_request_reports_the_rerouting_of_all_its_passes(rerouting):
     """Tokens that were generated on passes of before stay what they are, and those passes count."""
     rerouting.flush_cache()

@@ -260,7 +260,7 @@ def test_a_drafter_that_fails_costs_its_drafts_alone(testbed, alone, mode, failu
     drafting = speculation(drafter)
     drive = run_cell(testbed, CELLS[3], drafting)
     assert_same(drive, alone, bitwise=mode == "deterministic")
-    assert drafting.is_off and drafter.calls == MAX_FAILURES == drafting.totals.skipped["drafter_failed"]
+    assert drafting.has_failed and drafter.calls == MAX_FAILURES == drafting.totals.skipped["drafter_failed"]
     assert drafting.totals.steps == 0 and "no_match" not in drafting.totals.skipped, "counted once"
     assert sum("drafter failed" in record.message for record in caplog.records) == 2, "once, and when it is off"
 
@@ -515,7 +515,7 @@ def test_weights_change_every_seven_steps_while_old_answers_are_followed(testbed
 class Resting(EveryDraft):
     """A policy that drafts nothing and writes down what it hears."""
 
-    is_probe = True
+    is_off = True
 
     def __init__(self):
         super().__init__()

@@ -190,6 +190,15 @@ def test_experts_of_another_folder_may_be_quantised(qwen):
     assert not same_states(loaded, states(qwen.copy)), "the other tensors are those of the plain folder"
 
 
+@pytest.mark.parametrize("method", ["awq", "modelopt", "fbgemm_fp8", "bitsandbytes", "mxfp4"])
+def test_experts_of_another_folder_are_refused_by_the_name_of_their_method(qwen, tmp_path, method):
+    config = json.loads((qwen.oracle.folder / "config.json").read_text())
+    tensors = read_tensors(qwen.oracle.folder)
+    write_folder(tmp_path, config | {"quantization_config": {"quant_method": method}}, tensors)
+    with pytest.raises(CheckpointError, match=f"config.json has quantization_config of quant_method='{method}'"):
+        ModelFolder.open(qwen.oracle.folder).with_experts_from(tmp_path, lambda target: target.endswith(".down"))
+
+
 def test_stacks_of_experts_are_read_before_their_axes_are_swapped(tmp_path):
     """Qwen3-VL-MoE holds the experts of a layer in one tensor, with a grid of scales an expert."""
     plain = Oracle(CASES["Qwen3VLMoe"], tmp_path / "plain").folder

@@ -93,7 +93,7 @@ class EveryDraft:
     def __init__(self, most=100):
         self.most = most
 
-    is_probe = False
+    is_off = False
 
     def should_try(self, step):
         return True
@@ -129,7 +129,7 @@ class RandomPolicy(EveryDraft):
 class NeverDraft(EveryDraft):
     """A policy that rests: drafts are watched now and then, and no step verifies one."""
 
-    is_probe = True
+    is_off = True
 
     def should_try(self, step):
         return False

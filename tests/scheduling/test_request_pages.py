@@ -1,6 +1,7 @@
 """Which pages a request holds: admission, growth, sharing, release."""
 
 import numpy as np
+import pytest
 
 from routed_experts.scheduling.request_pages import RequestPages, pages_for
 from routed_experts.scheduling.schedule_batch import Req, ReqState
@@ -9,9 +10,9 @@ from support.numpy_device import source
 PAGE = 4
 
 
-def make_pages(num_pages=8, *, cache=True):
+def make_pages(num_pages=8, *, cache=True, **named):
     return RequestPages(
-        num_pages=num_pages + 1, page_size=PAGE, num_request_slots=4, table_width=8, use_prefix_cache=cache
+        num_pages=num_pages + 1, page_size=PAGE, num_request_slots=4, table_width=8, use_prefix_cache=cache, **named
     )
 
 
@@ -79,6 +80,20 @@ def test_two_that_computed_one_prompt_keep_their_own_pages():
     pages.release(second, None, cache=True)
     pages.release(first, None, cache=True)
     assert pages.num_available == 8 and pages.allocator.num_free == 6 and pages.check_integrity([]) == []
+
+
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_a_page_follows_pages_of_another_pass_unless_these_are_told_apart(one_pass):
+    pages = make_pages(one_pass_prefixes=one_pass)
+    short, long = admitted(pages, range(4)), admitted(pages, range(12), rid="s")
+    pages.release(short, None, cache=True)
+    pages.release(long, None, cache=True)
+    later = Req(source(range(16), rid="t"))
+    assert pages.num_cached(later, None) == (PAGE if one_pass else 3 * PAGE)
+    assert pages.num_available == 8 and pages.check_integrity([]) == []
+    longer = admitted(pages, range(12), rid="u")  # computed behind the cached page, so cached behind it
+    pages.release(longer, None, cache=True)
+    assert pages.num_cached(later, None) == 3 * PAGE and pages.check_integrity([]) == []
 
 
 def test_released_pages_without_keep_are_free():

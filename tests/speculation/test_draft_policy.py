@@ -71,7 +71,7 @@ def test_without_adaptive_every_draft_that_fits_is_verified():
     assert sum(DraftPolicy(make_costs(2, (2, 4)), adaptive=False).choose([hopeless, hopeless], 2)) == 2
     assert DraftPolicy(costs).choose([hopeless, hopeless], 2) == [0, 0]
     for step in range(2000):
-        assert policy.should_try(step) and not policy.is_probe
+        assert policy.should_try(step) and not policy.is_off
         policy.tried(num_requests=2, num_drafts=14 * (step % 2), num_emitted=2)
 
 
@@ -112,9 +112,9 @@ def policy():
 
 
 def test_probes_come_every_64_steps_and_every_512_after_four_without_use(policy):
-    assert not policy.is_probe
+    assert not policy.is_off
     assert tried_steps(policy, range(32)) == list(range(32))
-    assert policy.is_probe
+    assert policy.is_off
     without_draft_and_without_gain = {95: 0, 159: 1, 223: 3, 287: 0, 799: 2}
     assert tried_steps(policy, range(32, 1500), emitted=lambda step: without_draft_and_without_gain.get(step, 0)) == [
         *without_draft_and_without_gain,
@@ -139,7 +139,7 @@ def test_drafting_that_loses_ends_after_four_lost_steps_or_twelve_after_gains(po
 def test_a_useful_probe_starts_a_trial_and_then_drafting(policy):
     tried_steps(policy, range(32))
     assert tried_steps(policy, range(32, 104), emitted=lambda step: 4 if step == 95 else 0) == [*range(95, 104)]
-    assert not policy.is_probe  # the probe and eight more
+    assert not policy.is_off  # the probe and eight more
     assert tried_steps(policy, range(104, 300)) == [*range(104, 128), 191, 255]
 
 
@@ -194,7 +194,7 @@ class Engine:
             joined, chosen = self.policy.should_try(step), [0] * self.num_requests
             if joined:
                 survivals = [self.estimates.survival(key, self.draft) for key in range(self.num_requests)]
-                if self.policy.is_probe:
+                if self.policy.is_off:
                     survivals = [self.draft.survival] * self.num_requests
                 chosen = self.policy.choose(survivals, self.num_requests)
             accepted = [int((self.rng.random(k) < alpha).cumprod().sum()) for k in chosen]
@@ -225,7 +225,7 @@ class Engine:
 def test_drafts_that_are_never_accepted_end_within_200_steps_and_cost_little(claimed, num_requests):
     engine = Engine(num_requests, claimed=claimed)
     engine.run(200, alpha=0.0)
-    assert engine.policy.is_probe  # off
+    assert engine.policy.is_off  # off
     gain, verified = engine.run(4000, alpha=0.0)
     assert len(verified) <= 12
     assert gain >= 0.99
@@ -264,7 +264,7 @@ def test_costs_that_were_measured_too_low_are_corrected():
 def test_drafts_that_would_pay_end_a_rest_by_a_probe():
     policy = DraftPolicy(pay_table())
     step = 0
-    while not policy.is_probe:  # nothing is drafted
+    while not policy.is_off:  # nothing is drafted
         assert policy.should_try(step)
         policy.tried(num_requests=1, num_drafts=0, num_emitted=1)
         step += 1

@@ -341,6 +341,10 @@ class ModelRunner:
         scored = None if scored is None else np.asarray(scored)
         if self.spec.piggyback_row_words and rows is None:
             rows = sampled
+        elif is_verify and rows is not None:
+            # The next step often waits for this result. With its rows off the device it finds the memory that this one
+            # had, and XLA launches the same graphs again, where it would first write other addresses into them.
+            rows = np.asarray(rows)
         return StepResult(
             tokens=sampled[:, 0],
             logprobs=_floats(sampled[:, 1]),

@@ -18,7 +18,13 @@ from flax import nnx
 from routed_experts.core.errors import CheckpointError, ConfigError, WeightsMismatchError
 from routed_experts.layers.kv_format import LayerScales
 from routed_experts.layers.quantized import E4M3
-from routed_experts.models.base.config_reader import ConfigReader, parse_architecture, read_config, read_json_object
+from routed_experts.models.base.config_reader import (
+    ConfigReader,
+    check_quantization,
+    parse_architecture,
+    read_config,
+    read_json_object,
+)
 from routed_experts.models.base.quantization_config import METHODS, QuantizationConfig
 from routed_experts.models.base.weight_format import placed
 from routed_experts.models.base.weight_source import WeightSource
@@ -244,13 +250,17 @@ class ModelFolder:
 
     def with_experts_from(self, path: str | Path, targets: Callable[[str], bool]) -> "ModelFolder":
         """The same model, with tensors read from another folder where `targets` holds for their target. Raises
-        CheckpointError naming tensors that are missing there or have another shape."""
+        CheckpointError naming tensors that are missing there or have another shape, and a quantisation that is not
+        read."""
         if self.checkpoint is None:
             raise ConfigError(
                 f"kt_weight_path={str(path)!r} with load_format='dummy', which reads no weight; leave one of them out"
             )
-        file = Path(path) / "config.json"
-        quantization = QuantizationConfig.read(path, read_json_object(file)) if file.exists() else None
+        file, quantization = Path(path) / "config.json", None
+        if file.exists():
+            values = read_json_object(file)
+            check_quantization(Path(path), values, (*self.family.accepted_quirks.quantization, *METHODS))
+            quantization = QuantizationConfig.read(path, values)
         plain = Checkpoint(path)
         right = _shown(plain if quantization is None else open_quantized(plain, quantization), self.family)
         expected = tuple(

@@ -225,9 +225,17 @@ class BatchBuilder:
                 chunk.req.tokens[chunk.start] if chunk.start < chunk.req.num_known else FROM_DEVICE for chunk in chunks
             ]
             return ids
+        if mode is ForwardMode.TARGET_VERIFY:  # a token that the host knows, and its drafts
+            fed = list[int]()
+            for chunk in chunks:
+                fed.append(int(chunk.req.tokens[chunk.start]))
+                if chunk.drafts is not None:
+                    fed += chunk.drafts.tolist()
+            ids[: len(fed)] = fed
+            return ids
         first = 0
         for chunk in chunks:
-            following = chunk.drafts if chunk.forced is None else chunk.forced  # of what the request has
+            following = chunk.forced  # of what the request has
             known = chunk.start + chunk.count - (0 if following is None else following.size)
             ids[first : first + chunk.count] = (
                 chunk.req.tokens[chunk.start : chunk.start + chunk.count]

@@ -1,7 +1,11 @@
 """RequestPages: the pages of each request and their owners.
 
 A request's row of the page table has first `num_shared` pages, which the prefix cache owns and the request has locked,
-then its own pages. Pages come from the free list, or from the cache by eviction."""
+then its own pages. Pages come from the free list, or from the cache by eviction.
+
+Keys of a page depend on the pages before it. Where two requests computed the same tokens, their pages differ by
+rounding alone, so that later pages of one may follow earlier pages of the other in the cache; unless what a pass
+computes depends on other requests (`one_pass_prefixes`)."""
 
 from collections.abc import Hashable, Iterable
 
@@ -19,9 +23,18 @@ class RequestPages:
     """The page table, the free list and the prefix cache together."""
 
     def __init__(
-        self, *, num_pages: int, page_size: int, num_request_slots: int, table_width: int, use_prefix_cache: bool
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        num_request_slots: int,
+        table_width: int,
+        use_prefix_cache: bool,
+        one_pass_prefixes: bool = False,
     ) -> None:
+        """`one_pass_prefixes`: a page is cached only behind the pages that its keys were computed with."""
         self.page_size, self.use_prefix_cache = page_size, use_prefix_cache
+        self._one_pass_prefixes = one_pass_prefixes
         self.allocator = PageAllocator(num_pages, page_size)
         self.cache = PrefixCache(page_size)
         self.table = ReqToTokenPool(num_request_slots, table_width)
@@ -98,9 +111,8 @@ class RequestPages:
     def release(self, req: Req, namespace: Hashable, *, cache: bool) -> None:
         """Release the slot and the pages of a request; with `cache`, its full pages go to the prefix cache."""
         assert req.node is not None, req.rid
-        to_free = self._pages(req)[req.num_shared :]
-        if cache and self.use_prefix_cache and self.cache.is_attached(req.node):
-            full = req.num_committed // self.page_size
+        to_free, full = self._pages(req)[req.num_shared :], req.num_committed // self.page_size
+        if cache and self._may_insert(req, full, namespace):
             inserted = self.cache.insert(req.tokens[: full * self.page_size], self._pages(req, full), namespace)
             to_free = np.concatenate([inserted.duplicates, self._pages(req)[max(full, req.num_shared) :]])
         self._free(to_free)
@@ -141,6 +153,15 @@ class RequestPages:
             refs[req.node] = refs.get(req.node, 0) + 1
         violations = self.allocator.check_integrity({**owners, "prefix cache": self.cache.owned_pages()})
         return [*violations, *self.cache.check_integrity(refs), *self.table.check_integrity()]
+
+    def _may_insert(self, req: Req, full: int, namespace: Hashable) -> bool:
+        """Whether the first `full` pages of a request that ends may go to the cache."""
+        if not self.use_prefix_cache or req.node is None or not self.cache.is_attached(req.node):
+            return False
+        if not self._one_pass_prefixes:
+            return True
+        known = self.cache.match_length(req.tokens[: full * self.page_size], namespace) // self.page_size
+        return known <= req.num_shared
 
     def _pages(self, req: Req, count: int | None = None) -> Int32[np.ndarray, " P"]:
         return self.table.pages[req.slot, : req.num_pages if count is None else count].copy()

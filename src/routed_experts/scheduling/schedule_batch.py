@@ -64,6 +64,7 @@ class Req:
         self.saved_rows: SavedRows | None = None
         self.output_logprobs: list[float] = []
         self.output_top: list[tuple[tuple[float, int], ...] | None] = []
+        self.has_stop_strings = bool(source.sampling.stop)  # its tokens are decoded one by one
         self.speculative = SpeculativeCounter()
         self.grammar: GrammarState | None = None if source.grammar is None else source.grammar.start()
         self.forced = NO_TOKENS  # that follow the token sampled last, and are in no step yet
@@ -163,11 +164,12 @@ class Req:
         return self.pending_finish is not None and self.num_committed == self.num_known
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class ScheduledChunk:
     """One request's part of a step: it feeds tokens [start, start + count), and samples the next one if `samples`. The
     last of these tokens are its drafts, if it has some; then one is sampled after each token. Or the last of them are
-    forced by its grammar; then one is sampled after the last."""
+    forced by its grammar; then one is sampled after the last. Never changed; not frozen, as each step makes one or two
+    a request and a frozen one takes four times as long to make."""
 
     req: Req
     start: int

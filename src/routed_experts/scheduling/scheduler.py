@@ -28,8 +28,8 @@ from routed_experts.scheduling.batch_builder import BatchBuilder, StepForm, has_
 from routed_experts.scheduling.request_pages import RequestPages
 from routed_experts.scheduling.schedule_batch import NO_TOKENS, Req, ReqState, ScheduledChunk
 from routed_experts.scheduling.step_results import (
+    SampledTokens,
     StopMatcher,
-    VerifiedRun,
     add_prompt_logprobs,
     append_token,
     commit_forced,
@@ -64,7 +64,10 @@ class ChosenStep:
 class Scheduler:
     """The queue, the running requests, and the scheduling policy. Engine thread only."""
 
-    def __init__(self, args: ServerArgs, buckets: Buckets, *, num_pages: int, vocab_size: int) -> None:
+    def __init__(
+        self, args: ServerArgs, buckets: Buckets, *, num_pages: int, vocab_size: int, one_pass_prefixes: bool = False
+    ) -> None:
+        """`one_pass_prefixes`: see RequestPages."""
         self._args, self._buckets = args, buckets
         self._prefill_limit, self._running_limit = args.prefill_limit, args.running_limit
         self.weight_version = 0
@@ -75,6 +78,7 @@ class Scheduler:
             num_request_slots=slots,
             table_width=buckets.table_width,
             use_prefix_cache=not args.disable_radix_cache,
+            one_pass_prefixes=one_pass_prefixes,
         )
         self._batch_builder = BatchBuilder(
             buckets, self.pages.table, num_request_slots=slots, page_size=args.page_size, vocab_size=vocab_size
@@ -265,6 +269,7 @@ class Scheduler:
         chunks = self._in_flight.pop(batch.step)
         rows = [chunk.count for chunk in chunks]  # to file
         tokens, logprobs, runs = result.tokens.tolist(), result.logprobs.tolist(), None
+        sampled = SampledTokens(tokens, logprobs, result)
         if result.accepted is not None:
             accepted = result.accepted.tolist()
             runs = list(zip(batch.query_starts[: len(accepted)].tolist(), accepted, strict=True))
@@ -276,8 +281,8 @@ class Scheduler:
             req.placement_epoch = result.placement_epoch
             if runs is not None:
                 first, num_accepted = runs[index]
-                run = VerifiedRun(range(first, first + num_accepted + 1), tokens, logprobs, result)
-                rows[index] = commit_run(req, chunk, run, match_stop_string)
+                run = range(first, first + num_accepted + 1)
+                rows[index] = commit_run(req, chunk, run, sampled, match_stop_string)
                 advanced.append(req)
                 continue
             if chunk.forced is not None:
@@ -348,7 +353,7 @@ class Scheduler:
             req, own = chunk.req, drafts.get(chunk.req.rid)
             count = 0 if own is None else min(own.size, req.max_drafts, self._buckets.num_drafts, spare)
             if own is not None and count > 0 and self.pages.grow(req, chunk.start + 1 + count):
-                chunk = dataclasses.replace(chunk, count=1 + count, drafts=own[:count])
+                chunk = ScheduledChunk(req, chunk.start, 1 + count, True, own[:count])
                 spare -= count
             following.append(chunk)
         return following

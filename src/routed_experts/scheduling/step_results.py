@@ -20,35 +20,38 @@ def no_stop_strings(_: Req) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class VerifiedRun:
-    """The tokens that a verify step adds to a request: rows of its result, accepted drafts first."""
+class SampledTokens:
+    """The tokens that a step sampled, by row, and their logprobs: those of `result`, as lists."""
 
-    rows: range
     tokens: list[int]
     logprobs: list[float]
     result: StepResult
 
 
-def commit_run(req: Req, chunk: ScheduledChunk, run: VerifiedRun, match_stop_string: StopMatcher) -> int:
-    """Append a run; returns how many of the chunk's tokens have rows to file: those of the sequence that were fed. A
-    request that ends inside of the run is left as a step without drafts leaves it: its last token counts as fed where
-    its row is requested."""
+def commit_run(
+    req: Req, chunk: ScheduledChunk, rows: range, sampled: SampledTokens, match_stop_string: StopMatcher
+) -> int:
+    """Append the tokens that a verify step adds to a request, accepted drafts first: `rows` of the sampled tokens.
+    Returns how many of the chunk's tokens have rows to file: those of the sequence that were fed. A request that ends
+    inside of the run is left as a step without drafts leaves it: its last token counts as fed where its row is
+    requested."""
     req.num_pending -= 1
     if req.pending_finish is not None:  # only its last token is of the sequence
         req.num_committed = req.num_dispatched = chunk.start + 1
         req.finish(req.pending_finish)
         return 1
     known = req.num_known
-    for row in run.rows:
-        append_token(req, run.tokens[row], run.logprobs[row], row, run.result, match_stop_string)
-        if req.state is ReqState.FINISHED or req.pending_finish is not None:
-            break
+    if not _append_at_once(req, rows, sampled):
+        for row in rows:
+            append_token(req, sampled.tokens[row], sampled.logprobs[row], row, sampled.result, match_stop_string)
+            if req.state is ReqState.FINISHED or req.pending_finish is not None:
+                break
     emitted, proposed = req.num_known - known, chunk.count - 1
-    num_fed = min(chunk.start + len(run.rows), req.num_known)  # of the tokens that the request has now
+    num_fed = min(chunk.start + len(rows), req.num_known)  # of the tokens that the request has now
     include_last = req.source.routed_experts.include_last
     req.num_committed = req.num_dispatched = num_fed if include_last else min(num_fed, req.num_known - 1)
     if proposed:
-        req.speculative.add(proposed=proposed, accepted=min(emitted, len(run.rows) - 1), emitted=emitted)
+        req.speculative.add(proposed=proposed, accepted=min(emitted, len(rows) - 1), emitted=emitted)
     if req.last_row_ready and req.pending_finish is not None:
         req.finish(req.pending_finish)
     return req.num_committed - chunk.start
@@ -88,11 +91,32 @@ def commit_forced(
     return req.num_committed - chunk.start
 
 
-def live_tokens(chunks: Sequence[ScheduledChunk], rows: Sequence[int]) -> Bool[np.ndarray, " num_tokens"] | None:
+def live_tokens(chunks: Sequence[ScheduledChunk], rows: list[int]) -> Bool[np.ndarray, " num_tokens"] | None:
     """A mask of the first `rows` tokens of each chunk; None for all."""
-    if all(chunk.count == count for chunk, count in zip(chunks, rows, strict=True)):
+    counts = [chunk.count for chunk in chunks]
+    if counts == rows:
         return None
-    return np.concatenate([np.arange(chunk.count) < count for chunk, count in zip(chunks, rows, strict=True)])
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1]) < np.repeat(ends - counts + rows, counts)
+
+
+def _append_at_once(req: Req, rows: range, sampled: SampledTokens) -> bool:
+    """Append the tokens of these rows as `append_token` does one by one, where none of them can end the request and
+    nothing but logprobs goes with them; else do nothing and return False."""
+    source, end = req.source, req.num_known + len(rows)
+    if req.has_stop_strings or req.grammar is not None or end >= req.max_len:
+        return False
+    if source.return_logprob and (source.top_logprobs_num or source.token_ids_logprob):
+        return False
+    tokens = sampled.tokens[rows.start : rows.stop]
+    if not source.stop_token_ids.isdisjoint(tokens):
+        return False
+    req.tokens[req.num_known : end] = tokens
+    req.num_known = end
+    if source.return_logprob:
+        req.output_logprobs += sampled.logprobs[rows.start : rows.stop]
+        req.output_top += [None] * len(tokens)
+    return True
 
 
 def append_token(

@@ -34,7 +34,7 @@ class DraftPolicy:
     verifies all drafts that its largest shape holds.
 
     The engine asks `should_try` before a step. If True, it drafts, and passes to `choose` the estimated survivals, or
-    in a probe (`is_probe`) those of the drafters themselves, as low estimates would never be corrected. After the step
+    in a probe (`is_off`) those of the drafters themselves, as low estimates would never be corrected. After the step
     it reports with `tried`, whether or not there was a draft."""
 
     def __init__(self, costs: CostTable, *, adaptive: bool = True) -> None:
@@ -62,8 +62,8 @@ class DraftPolicy:
         return np.bincount(owners[order[:count]], minlength=len(lengths)).tolist()
 
     @property
-    def is_probe(self) -> bool:
-        """Whether the step that should_try allowed is a probe."""
+    def is_off(self) -> bool:
+        """Whether drafting is off: a step that `should_try` allows is then a probe."""
         return self._adaptive and not self._on
 
     @property
@@ -97,7 +97,7 @@ class DraftPolicy:
     def expect(self, survivals: Sequence[Float64[np.ndarray, " k"]], num_requests: int) -> bool:
         """Take the survivals of drafts that no step verifies, while nothing is drafted: where they would pay twice in a
         row, the next step probes. Return whether they would pay."""
-        if not self.is_probe or self._trial > 0:
+        if not self.is_off or self._trial > 0:
             return False
         sizes, known = self._verify_sizes(num_requests), [survival for survival in survivals if survival.size]
         pays = False

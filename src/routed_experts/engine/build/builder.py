@@ -165,8 +165,17 @@ def _new_core(
 ) -> EngineCore:
     """A core with queues, pages and rows of its own."""
     pool, enable = runner.config.pool, runner.spec.capture is not None
-    sizes = {"num_pages": pool.num_pages, "vocab_size": runner.config.vocab_size}
-    schedulers = [Scheduler(args, buckets, **sizes) for _ in range(runner.num_ranks)]
+    has_capacities = runner.spec.kernels.group.rerouter is not None  # then a pass depends on the requests beside it
+    schedulers = [
+        Scheduler(
+            args,
+            buckets,
+            num_pages=pool.num_pages,
+            vocab_size=runner.config.vocab_size,
+            one_pass_prefixes=has_capacities,
+        )
+        for _ in range(runner.num_ranks)
+    ]
     capturers = [
         RoutedExpertsCapturer.create(capture, num_slots=pool.num_slots, page_size=args.page_size, enable=enable)
         for _ in schedulers
@@ -183,7 +192,7 @@ def _new_core(
         runner,
         capturers,
         after_step=after_step if callbacks else updater,
-        rerouting=None if runner.spec.kernels.group.rerouter is None else ReroutingStats(pool.num_slots),
+        rerouting=ReroutingStats(pool.num_slots) if has_capacities else None,
         speculation=speculation,
         weight_label=args.weight_version,
     )

@@ -118,7 +118,7 @@ class _RandomDrafter:
 class _FixedPolicy:
     """So many drafts a step, divided evenly."""
 
-    is_probe = False
+    is_off = False
 
     def __init__(self) -> None:
         self.num_drafts = 0

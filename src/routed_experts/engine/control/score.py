@@ -126,8 +126,11 @@ class Scorer:
 
     def _ranks(self, num_pages: int) -> DataRanks:
         """Empty data ranks of so many pages each."""
-        sizes = {"num_pages": num_pages, "vocab_size": self._runner.config.vocab_size}
-        schedulers = [Scheduler(self._args, self._buckets, **sizes) for _ in range(self._runner.num_ranks)]
+        vocab_size = self._runner.config.vocab_size
+        schedulers = [
+            Scheduler(self._args, self._buckets, num_pages=num_pages, vocab_size=vocab_size)
+            for _ in range(self._runner.num_ranks)
+        ]
         return DataRanks(schedulers, self._args)
 
     def _num_pages(self, lengths: Sequence[int]) -> int:

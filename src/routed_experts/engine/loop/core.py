@@ -11,9 +11,10 @@ knows: while it drafts, step n is read and committed before step n+1 is schedule
 device: a step that verifies them may follow one whose accepted drafts the host does not know yet. Engine thread only.
 The only text that it handles is that of requests with stop strings. Dims: S tokens of a sequence."""
 
+import dataclasses
 import enum
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -51,6 +52,17 @@ class PauseMode(enum.Enum):
     ABORT = "abort"  # every request ends with what it has
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _CommittedStep:
+    """A step whose tokens have been committed: its batches, the requests that it advanced, when its result was read,
+    and when it was dispatched (None: while another step ran)."""
+
+    batches: tuple[ModelWorkerBatch, ...]
+    advanced: list[Req]
+    read_at: float
+    joined_at: float | None
+
+
 class EngineCore:
     """The live requests, the step in flight, and what one step does."""
 
@@ -73,7 +85,9 @@ class EngineCore:
         self.rerouting = rerouting  # None: expert instances have no capacities
         self.speculation = speculation  # None: nothing is drafted
         self.request_table = RequestTable()
-        self.num_steps = self.num_rows = self.num_missing_rows = 0  # rows filed; requests that lacked one
+        self.num_steps = 0
+        self.num_rows = 0  # that were filed
+        self.num_missing_rows = 0  # requests that lacked a row
         self.rank_tokens = [0] * len(ranks)  # fed by each data rank
         self.padding_ratio = 1.0  # tokens of the last step, padding of all data ranks included, over those without it
         self.last_progress = time.monotonic()  # when a step, a pause or an update ended, or work came to an idle core
@@ -128,7 +142,9 @@ class EngineCore:
         if self.request_table.num_live == 0:
             self.last_progress = time.monotonic()
         for req in reqs:
-            self.request_table.add(req, detokenizers.get(req.rid))
+            detokenizer = detokenizers.get(req.rid)
+            req.has_stop_strings = detokenizer is not None
+            self.request_table.add(req, detokenizer)
 
     def abort(self, rid: str, reason: FinishReason = ABORTED) -> bool:
         """End a live request with what it has; its last output leaves with the next step. False if there is no such
@@ -172,11 +188,12 @@ class EngineCore:
         return outs
 
     def _end_step(self) -> None:
-        """Tell the capturers that the next step has been dispatched, if there is one."""
+        """Take the rows of the last step off the device, and update the totals of drafts: the next step has been
+        dispatched, if there is one."""
         for capturer in self.capturers:
             capturer.on_step_end()
         if self.speculation is not None:
-            self.speculation.count_bytes()
+            self.speculation.update_totals()
 
     def retract(self, req: Req) -> None:
         """Send a running request back to the queue with its tokens and rows. No step of its data rank may be in flight:
@@ -250,7 +267,8 @@ class EngineCore:
         self.last_progress = time.monotonic()
 
     def check_integrity(self) -> list[Violation]:
-        """Check I1, I3, I4 and I5 of the live state; empty when all hold. Call between steps."""
+        """Check the live state: each accepted request is live or has ended once, each page has one owner, each lock a
+        holder, and no row is valid outside of pages that are held. Empty when all hold. Call between steps."""
         violations = self.request_table.check_integrity()
         for scheduler, capturer in zip(self.ranks, self.capturers, strict=True):
             slots = scheduler.pages.owned_slots(scheduler.running)
@@ -285,19 +303,28 @@ class EngineCore:
         return (batch,)
 
     def _joined_step(self, speculation: Speculation) -> BatchTokenIDOut:
-        """Process the step in flight, then dispatch the next, with drafts where they pay. Indices take in new tokens
-        while it runs."""
-        outs, running = self._process_result(None), self.ranks.running
+        """Commit the step in flight, then dispatch the next, with drafts where they pay. What does not change the next
+        step waits until it runs: outputs of requests that go on, counts, and indices that take in new tokens."""
+        outs, self._finished = self._finished, []
+        committed = self._commit_in_flight()
+        if committed is not None:
+            outs += self._outputs_of_finished(committed.advanced)
+        self._end_failed()
+        self._invalidate_recycled_rows()
+        running = self.ranks.running
         may_draft = speculation.may_draft(running, self.num_steps)
         if not may_draft:
             speculation.count_skipped(running)
         batches = self._schedule(speculation.propose(running) if may_draft else NO_DRAFTS)
         self._joined_at = time.monotonic()
         self._pending = self._sample_late(None if batches is None else self._start(batches))
+        if committed is not None:
+            outs += self._outputs_to_stream(committed.advanced)
+            self._note_step(committed, overlaps=False)
         self._end_failed()
         speculation.catch_up(self.ranks.running)
         self._end_step()
-        return outs
+        return BatchTokenIDOut(step=self.num_steps, outs=tuple(outs))
 
     def _schedule(self, drafts: Drafts = NO_DRAFTS) -> tuple[ModelWorkerBatch, ...] | None:
         """The batches of the next step, one a data rank; None where none can run."""
@@ -357,35 +384,58 @@ class EngineCore:
     def _process_result(self, dispatched: PendingStep | StartedStep | None) -> BatchTokenIDOut:
         """Read the step in flight, commit its tokens and file its rows; `dispatched` is in flight from now on, its
         sampler too."""
-        finished, self._pending = self._pending, None
         outs, self._finished = self._finished, []
-        if finished is not None:
-            results = self.runner.read(finished)
-            read_at = time.monotonic()
-            advanced = list[Req]()
-            for number, (batch, result) in enumerate(zip(finished.batches, results, strict=True)):
-                if batch.num_requests:
-                    advanced += self._commit(number, batch, result)
-            self._pending = dispatched = self._sample_late(dispatched)
-            now = time.monotonic()
-            for req in advanced:
-                streams = req.source.stream and req.pending_finish is None  # the last token comes with the end
-                if req.state is ReqState.FINISHED or (streams and self.request_table.should_emit(req, now)):
-                    outs.append(self._make_output(req))
-            if len(self.ranks) > 1:
-                self._count_tokens(finished.batches)
-            self.num_steps += 1
-            elapsed_s, self.last_progress = time.monotonic() - self.last_progress, time.monotonic()
-            if self.speculation is not None:
-                overlaps = dispatched is not None
-                self._time_step(self.speculation, finished.batches[0], elapsed_s, read_at, overlaps=overlaps)
-            if self.after_step is not None:
-                self.after_step(elapsed_s)
-        else:
-            self._pending = self._sample_late(dispatched)
+        committed = self._commit_in_flight()
+        self._pending = self._sample_late(dispatched)
+        if committed is not None:
+            outs += self._outputs_of_finished(committed.advanced)
+            outs += self._outputs_to_stream(committed.advanced)
+            self._note_step(committed, overlaps=self._pending is not None)
         self._end_failed()
         self._invalidate_recycled_rows()
         return BatchTokenIDOut(step=self.num_steps, outs=tuple(outs))
+
+    def _commit_in_flight(self) -> _CommittedStep | None:
+        """Read the step in flight, commit its tokens and file its rows; None where there is none. Its arrays are let
+        go of, so that the next step may use their memory."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        results = self.runner.read(pending)
+        read_at, advanced = time.monotonic(), list[Req]()
+        for number, (batch, result) in enumerate(zip(pending.batches, results, strict=True)):
+            if batch.num_requests:
+                advanced += self._commit(number, batch, result)
+        self.num_steps += 1
+        return _CommittedStep(pending.batches, advanced, read_at, self._joined_at)
+
+    def _outputs_of_finished(self, advanced: Iterable[Req]) -> list[TokenIDOut]:
+        """The last outputs of the requests that have ended, whose pages are released."""
+        return [self._make_output(req) for req in advanced if req.state is ReqState.FINISHED]
+
+    def _outputs_to_stream(self, advanced: Iterable[Req]) -> list[TokenIDOut]:
+        """The outputs of streams that go on, where it is time for one. The last token of a stream comes with its end; a
+        request that was retracted meanwhile has its output later."""
+        now = time.monotonic()
+        return [
+            self._make_output(req)
+            for req in advanced
+            if req.source.stream
+            and req.state is ReqState.RUNNING
+            and req.pending_finish is None
+            and self.request_table.should_emit(req, now)
+        ]
+
+    def _note_step(self, committed: _CommittedStep, *, overlaps: bool) -> None:
+        """Count a committed step and its time. `overlaps`: another step runs that was dispatched before this one was
+        read."""
+        if len(self.ranks) > 1:
+            self._count_tokens(committed.batches)
+        elapsed_s, self.last_progress = time.monotonic() - self.last_progress, time.monotonic()
+        if self.speculation is not None:
+            self._time_step(self.speculation, committed, elapsed_s, overlaps=overlaps)
+        if self.after_step is not None:
+            self.after_step(elapsed_s)
 
     def _commit(self, rank: int, batch: ModelWorkerBatch, result: StepResult) -> list[Req]:
         """Commit the tokens of a data rank's part of a step and file its rows; returns the requests that it
@@ -412,14 +462,15 @@ class EngineCore:
         self.padding_ratio = sum(batch.token_ids.size for batch in batches) / sum(batch.num_tokens for batch in batches)
 
     def _time_step(
-        self, speculation: Speculation, batch: ModelWorkerBatch, elapsed_s: float, read_at: float, *, overlaps: bool
+        self, speculation: Speculation, committed: _CommittedStep, elapsed_s: float, *, overlaps: bool
     ) -> None:
         """Report what a step took: with drafts the time from the end of the step before to its own, host work included;
         without them what an overlapped step takes, also where this one did not overlap."""
-        if batch.mode is ForwardMode.TARGET_VERIFY or (overlaps and self._joined_at is None):
+        batch, joined_at = committed.batches[0], committed.joined_at
+        if batch.mode is ForwardMode.TARGET_VERIFY or (overlaps and joined_at is None):
             speculation.time_step(batch, elapsed_s)
-        elif self._joined_at is not None and not overlaps:
-            speculation.time_step(batch, read_at - self._joined_at)
+        elif joined_at is not None and not overlaps:
+            speculation.time_step(batch, committed.read_at - joined_at)
 
     def _make_output(self, req: Req) -> TokenIDOut:
         """What a request has gained since its last output. A finished request carries its rows (one that streams rows:

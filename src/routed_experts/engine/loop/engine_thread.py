@@ -320,12 +320,13 @@ class EngineThread:
 
     def _finish_step_in_flight(self) -> None:
         """Process and deliver the step in flight. What fails in it ends the thread, as in any step, and not only the
-        command that waits for it."""
+        command that waits for it; both have the same reason."""
         try:
             outs = self._core.drain().outs
         except Exception as cause:
-            self._cause = cause
-            raise
+            explained = self._explain(cause)
+            self._cause = self._cause or explained
+            raise _dead_error(self._cause) from cause
         self.deliver(outs)
 
     def _abort(self, rids: Sequence[str], reason: FinishReason) -> None:

@@ -196,7 +196,7 @@ class RequestTable:
         )
 
     def check_integrity(self) -> list[Violation]:
-        """I1: every accepted request is live or has ended once."""
+        """Check that every accepted request is live or has ended once."""
         finished = sum(self._finished.values())
         if self.accepted == finished + self.num_live:
             return []

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Float64, Int32
@@ -33,8 +33,8 @@ class Policy(Protocol):
     """The choice of drafts: see DraftPolicy."""
 
     @property
-    def is_probe(self) -> bool:
-        """Whether the step that should_try allowed is a probe."""
+    def is_off(self) -> bool:
+        """Whether drafting is off: a step that may draft is then a probe."""
         ...
 
     def should_try(self, step: int) -> bool:
@@ -75,6 +75,16 @@ class Sharing:
     remembers_answers: bool = False
 
 
+class _Verified(NamedTuple):
+    """What a verify step made of the drafts of a request: how many were proposed, how many of them became tokens of the
+    request, and how many tokens the step added to it."""
+
+    source: DraftSource
+    proposed: int
+    accepted: int
+    emitted: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Unverified:
     """A draft that no step verifies. `start`: the position of its first token."""
@@ -98,6 +108,8 @@ class Speculation:
         self._indexed: dict[str, int] = {}  # by request: tokens that the drafter has
         self._unverified: dict[str, _Unverified] = {}  # by request
         self._sources: dict[str, DraftSource] = {}  # of the last proposals, by request
+        self._uncounted = list[_Verified]()  # what the totals lack
+        self._num_uncounted_steps = 0  # verify steps that the totals lack
         self._num_in_flight = 0  # steps with proposals that have not been observed
         self._last_watch, self._backed_off = -math.inf, 1  # the step, and how many times as rarely as usual
         self._newest: str | None = None  # the last of the running requests
@@ -117,14 +129,14 @@ class Speculation:
         return self._drafter if isinstance(self._drafter, ModelDrafter) else None
 
     @property
-    def is_off(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether the drafter has failed too often."""
         return self._drafter is None
 
     def may_draft(self, running: Sequence[Req], step: int) -> bool:
         """Whether the next step may have drafts: the policy tries them, and no request still feeds its prompt. `step`
         counts the engine's steps."""
-        if self.is_off or not self.policy.should_try(step):
+        if self.has_failed or not self.policy.should_try(step):
             return False
         return any(map(_may_speculate, running)) and all(req.is_prefilled for req in running)
 
@@ -138,10 +150,10 @@ class Speculation:
         if model is not None and not any(model.is_ready(req.rid, req.num_known) for req in running):
             return {}  # the last steps rested; the draft model is asked after this one
         self._unverified.clear()
-        start, is_probe = time.perf_counter(), self.policy.is_probe
+        start, probes = time.perf_counter(), self.policy.is_off
         drafts = [self._draft(req) for req in running]
         estimates = [self._estimates.survival(req.rid, draft) for req, draft in zip(running, drafts, strict=True)]
-        lengths = self.policy.choose([draft.survival for draft in drafts] if is_probe else estimates, len(running))
+        lengths = self.policy.choose([draft.survival for draft in drafts] if probes else estimates, len(running))
         self._num_in_flight = int(any(lengths))
         if self._num_in_flight == 0:
             self.policy.tried(num_requests=len(running), num_drafts=0, num_emitted=len(running))
@@ -157,7 +169,7 @@ class Speculation:
         """How many drafts of a model the next step verifies while the one before it, a verify step, is in flight, by
         request id; empty: none, or the host has to know them. They are expected to be as good as the last ones."""
         model = self._model_drafter
-        if model is None or not self.policy.should_try(step) or self.policy.is_probe:
+        if model is None or not self.policy.should_try(step) or self.policy.is_off:
             return {}
         start = time.perf_counter()
         known = [model.last_offer(req.rid)[1] if _may_speculate(req) else NO_DRAFT for req in running]
@@ -180,9 +192,11 @@ class Speculation:
             self._index(req)
         self.totals.draft_s += time.perf_counter() - start
 
-    def count_bytes(self) -> None:
-        """Count the host memory of the drafter; called at the end of a step, and where answers come or go between
-        steps."""
+    def update_totals(self) -> None:
+        """Count the drafts that were verified, and the host memory of the drafter. Called at the end of a step, when
+        the next one runs, and where answers come or go between steps."""
+        if self._num_uncounted_steps:
+            self._count_verified()
         if self._has_changed:
             self.totals.store_bytes = 0 if self._drafter is None else self._drafter.nbytes
             self._has_changed = False
@@ -203,10 +217,10 @@ class Speculation:
         self.count_skipped(running)
         every = max(WATCH_EVERY, int(len(running) / WATCHED_A_STEP))
         newest = running[-1].rid if running else None
-        rests = self.policy.is_probe
+        rests = self.policy.is_off
         if newest != self._newest or not rests:
             self._newest, self._backed_off = newest, 1
-        if not rests or self.is_off or step < self._last_watch + self._backed_off * every:
+        if not rests or self.has_failed or step < self._last_watch + self._backed_off * every:
             return
         if self._model_drafter is not None:
             return  # a draft model drafts for steps that verify alone
@@ -235,7 +249,8 @@ class Speculation:
         return True
 
     def observe(self, batch: ModelWorkerBatch, result: StepResult, advanced: Iterable[Req]) -> None:
-        """Count what a verify step accepted and kept. The first step after proposals has them, if it had room."""
+        """Learn from what a verify step accepted and kept; `update_totals` counts it. The first step after proposals
+        has them, if it had room."""
         num_requests, num_drafts = batch.num_requests, batch.num_tokens - batch.num_requests
         if self._num_in_flight:
             self._num_in_flight -= 1
@@ -250,12 +265,10 @@ class Speculation:
     def _observe_accepted(
         self, batch: ModelWorkerBatch, accepted_drafts: Int32[np.ndarray, " B"], advanced: Iterable[Req]
     ) -> None:
-        """Count what became of the drafts of a verify step."""
-        totals, model, reqs = self.totals, self._model_drafter, {req.slot: req for req in advanced}
+        """Learn what became of the drafts of a verify step."""
+        model, reqs = self._model_drafter, {req.slot: req for req in advanced}
         starts, slots = batch.query_starts.tolist(), batch.request_slots.tolist()
         first_positions = batch.positions[batch.query_starts[: accepted_drafts.size]].tolist()
-        by_source: dict[DraftSource, list[int]] = {}  # drafts, and those of them that were accepted
-        accepted_at = [0] * self._limits.num_drafts
         for row, accepted in enumerate(accepted_drafts.tolist()):
             proposed, req = starts[row + 1] - starts[row] - 1, reqs.get(slots[row])
             if req is None:
@@ -265,23 +278,33 @@ class Speculation:
             emitted = req.num_known - 1 - first_positions[row]
             if proposed == 0 or emitted == 0:  # emitted none: the step before ended it, this one fed its last token
                 continue
-            num_tokens = min(accepted, emitted)  # drafts that became tokens of the request
             self._estimates.observe(req.rid, proposed, accepted)
-            self._counter.add(proposed=proposed, accepted=num_tokens, emitted=emitted)
-            for index in range(num_tokens):
-                accepted_at[index] += 1
             source = self._sources.get(req.rid, DraftSource.CONTEXT) if model is None else DraftSource.MODEL
+            verified = _Verified(source, proposed, min(accepted, emitted), emitted)
+            self._uncounted.append(verified)
+            if source is DraftSource.PREDICTION:
+                req.speculative.add_predicted(proposed=proposed, accepted=verified.accepted)
+        self._num_uncounted_steps += 1
+
+    def _count_verified(self) -> None:
+        """Bring the totals of drafts up to date."""
+        totals, accepted_at = self.totals, [0] * self._limits.num_drafts
+        by_source: dict[DraftSource, list[int]] = {}  # drafts, and those of them that were accepted
+        for source, proposed, accepted, emitted in self._uncounted:
+            self._counter.add(proposed=proposed, accepted=accepted, emitted=emitted)
+            for index in range(accepted):
+                accepted_at[index] += 1
             counts = by_source.setdefault(source, [0, 0])
             counts[0] += proposed
-            counts[1] += num_tokens
-            if source is DraftSource.PREDICTION:
-                req.speculative.add_predicted(proposed=proposed, accepted=num_tokens)
-        totals.steps += 1
+            counts[1] += accepted
+        totals.steps += self._num_uncounted_steps
         totals.requests = self._counter.counts(self._limits.num_drafts)  # first: the others are parts of it
         totals.accepted_at.update({index: count for index, count in enumerate(accepted_at) if count})
         for source, (proposed, accepted) in by_source.items():
             totals.proposed_by[source.value] += proposed
             totals.accepted_by[source.value] += accepted
+        self._uncounted.clear()
+        self._num_uncounted_steps = 0
 
     def _offer(self, batch: ModelWorkerBatch, drafts: Int32[np.ndarray, "B 2k"], advanced: Iterable[Req]) -> None:
         """Give the drafter what a draft model proposes after a step."""
@@ -301,7 +324,7 @@ class Speculation:
         host's work overlaps it. While drafting is off, one in TIMED_EVERY of the steps without drafts is noted."""
         if not batch.all_generated:
             return
-        rests = batch.num_tokens == batch.num_requests and self.policy.is_probe
+        rests = batch.num_tokens == batch.num_requests and self.policy.is_off
         if rests and self._num_untimed < TIMED_EVERY - 1:
             self._num_untimed += 1
             return
@@ -315,7 +338,7 @@ class Speculation:
     def remember(self, prompt: Int32[np.ndarray, " S"], output: Int32[np.ndarray, " G"], sample: DraftSample) -> None:
         """Give the drafter an answer, for later requests of the namespace; called between steps."""
         self._remember(prompt, output, sample)
-        self.count_bytes()
+        self.update_totals()
 
     def _remember(self, prompt: Int32[np.ndarray, " S"], output: Int32[np.ndarray, " G"], sample: DraftSample) -> None:
         if self._drafter is not None:
@@ -330,7 +353,7 @@ class Speculation:
         if self._drafter is not None:
             self._drafter.forget()
             self._has_changed = True
-            self.count_bytes()
+            self.update_totals()
 
     def close(self, req: Req) -> None:
         """Forget a request that has ended; its answer is remembered where that is asked for."""
@@ -345,7 +368,7 @@ class Speculation:
 
     def _draft(self, req: Req) -> Draft:
         """What the drafter proposes for a request; empty where it may not have drafts, or the drafter fails."""
-        reason = "drafter_off" if self.is_off else _refusal(req)
+        reason = "drafter_off" if self.has_failed else _refusal(req)
         if reason is None:
             most, failures = min(req.max_drafts, self._limits.num_drafts), self._num_failures
             if most > 0 and self._index(req):
@@ -368,9 +391,9 @@ class Speculation:
             tokens = draft.tokens
             if tokens.dtype != np.int32 or tokens.ndim != 1 or tokens.size > most or draft.survival.size != tokens.size:
                 raise ValueError(f"{tokens.dtype}{list(tokens.shape)}; expected at most {most} int32 ids")
-            if tokens.size and int(tokens.view(np.uint32).max()) >= self._limits.vocab_size:  # negative ids, too
-                ids = f"{int(tokens.min())} to {int(tokens.max())}"
-                raise ValueError(f"ids {ids} outside [0, {self._limits.vocab_size})")
+            ids = tokens.tolist()  # few: built-in functions are faster than NumPy's
+            if ids and not (min(ids) >= 0 and max(ids) < self._limits.vocab_size):
+                raise ValueError(f"ids {min(ids)} to {max(ids)} outside [0, {self._limits.vocab_size})")
         except Exception as error:
             self._failed("propose", error)
             return None

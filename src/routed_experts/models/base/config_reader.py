@@ -93,7 +93,7 @@ def read_config(
             "config without; if "
             f"the weights are of one of the architectures {_listed(architectures)}, remove auto_map from config.json"
         )
-    _refuse_quantized(folder, config, (*accepted.quantization, *quantization))
+    check_quantization(folder, config, (*accepted.quantization, *quantization))
     if only not in architectures:
         raise CheckpointError(
             f"{file}: architectures={declared!r} is not known here; expected one of {_listed(architectures)}"
@@ -116,9 +116,9 @@ def quantization_sections(path: Path, config: Mapping[str, object]) -> list[tupl
     return matches
 
 
-def _refuse_quantized(folder: Path, config: Mapping[str, object], readable: Collection[str]) -> None:
-    """Raise where config.json, its text model's part, or a file beside it says that weights are quantised in a way we
-    cannot read."""
+def check_quantization(folder: Path, config: Mapping[str, object], readable: Collection[str]) -> None:
+    """Raise CheckpointError where config.json, its text model's part, or a file beside it says that weights are
+    quantised by a method that is not `readable`."""
     sections = quantization_sections(folder / "config.json", config)
     for key, section in sections:
         method = section.get("quant_method", "compressed-tensors" if key == "compression_config" else None)
