@@ -3,6 +3,8 @@ package."""
 
 import contextlib
 import gc
+import json
+import logging
 import os
 import re
 import signal
@@ -10,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,7 +29,15 @@ from routed_experts.demo import demo_model_path
 from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.formats import record_from_response
 from routed_experts.server.limits import ServerSettings
-from routed_experts.server.run import EXIT_DEAD, ServerProcess, bind, listener_url
+from routed_experts.server.run import (
+    ANSWERS_END_S,
+    EXIT_DEAD,
+    EXIT_S,
+    SENDING_ENDS_S,
+    ServerProcess,
+    bind,
+    listener_url,
+)
 from routed_experts.server.state import ServerState
 from support.engines import SMALL
 from support.http_server import parse_error
@@ -331,12 +342,20 @@ def test_a_step_that_never_ends_is_ended_by_the_timeout_or_a_second_signal_with_
         assert parse_error(response.result(20), 503)["code"] == "engine_dead"
 
 
-def test_a_score_that_never_ends_does_not_hold_a_drained_process():
+def test_a_score_that_never_ends_gets_an_error_and_does_not_hold_a_drained_process():
     """It runs on a thread of its own, which the interpreter would wait for."""
     flags = ("--shutdown-timeout", "0.1")
-    with stuck_server("/v1/score", {"token_ids": [5, 6]}, *flags) as (running, _):
+    with stuck_server("/v1/score", {"token_ids": [5, 6]}, *flags) as (running, response):
         running.send_signal(signal.SIGTERM)
-        assert running.communicate(timeout=30) and running.returncode == 0
+        start_time = time.monotonic()
+        _, err = running.communicate(timeout=30)
+        assert time.monotonic() - start_time < 5.0, "2 s after the deadline, and time for a machine under load"
+        assert running.returncode == 0 and "Traceback" not in err
+        assert parse_error(response.result(20), 503)["code"] == "draining"
+
+
+def test_a_process_ends_within_two_seconds_after_its_deadline():
+    assert 0 < ANSWERS_END_S < SENDING_ENDS_S < EXIT_S < 2.0
 
 
 @pytest.mark.parametrize(
@@ -451,6 +470,59 @@ def test_an_answer_that_a_shutdown_ends_says_so(tmp_path, timeout_s, num_signals
     assert reason == {"type": "abort", "message": f"the server shut down: {cause}"}
     thread.join(20)
     assert codes == [0]
+
+
+def receive_all(wire):
+    """The bytes up to the end of a connection, which may be a reset."""
+    received = bytearray()
+    with contextlib.suppress(ConnectionResetError):
+        while chunk := wire.recv(65536):
+            received += chunk
+    return bytes(received)
+
+
+def connect(url, *, slow=False):
+    wire = socket.socket()
+    if slow:
+        wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    wire.settimeout(30)
+    host, port = url.removeprefix("http://").split(":")
+    wire.connect((host, int(port)))
+    return wire
+
+
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_what_a_shutdown_does_not_wait_for_gets_the_error_of_its_dialect_or_is_cut(tmp_path, caplog, num_signals):
+    """Bodies that are still sent, and a stream that is not read, when the time is up. uvicorn has nothing to cancel."""
+    caplog.set_level(logging.INFO)
+    url, _, process, thread, codes = serve_in_thread(tmp_path, shutdown_timeout=0.1 if num_signals == 1 else 60)
+    gc.unfreeze()  # this process is that of the tests
+    with contextlib.ExitStack() as stack:
+        wires = [stack.enter_context(connect(url, slow=is_slow)) for is_slow in (False, False, True)]
+        half = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+        for wire, path in zip(wires, (b"/generate", b"/v1/messages"), strict=False):
+            wire.sendall(half % path)
+        sampling = {"n": 4, "max_new_tokens": 480, "ignore_eos": True}
+        options = {"return_logprob": True, "top_logprobs_num": 20, "stream": True}
+        body = json.dumps({"input_ids": [5] * 8, "sampling_params": sampling, **options}).encode()
+        wires[2].sendall(half[:-1].replace(b"99", b"%d") % (b"/generate", len(body)) + body)
+        while not any(connection._is_write_paused for connection in list(process._server.server_state.connections)):
+            assert not codes
+        assert process._middleware.open_requests == 3
+        for _ in range(num_signals):
+            process._server.handle_exit(signal.SIGTERM, None)
+        openai_error, anthropic_error = map(receive_all, wires[:2])
+        thread.join(20)
+        cut = receive_all(wires[2])
+    assert codes == [0]
+    for received in (openai_error, anthropic_error):
+        assert received.startswith(b"HTTP/1.1 503 ") and b"retry-after" in received
+    error = json.loads(openai_error.partition(b"\r\n\r\n")[2])["error"]
+    assert (error["type"], error["code"]) == ("service_unavailable_error", "draining")
+    answer = json.loads(anthropic_error.partition(b"\r\n\r\n")[2])
+    assert (answer["type"], answer["error"]["type"]) == ("error", "overloaded_error")
+    assert cut.startswith(b"HTTP/1.1 200 ") and not cut.endswith(b"0\r\n\r\n")
+    assert not [record.message for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR]
 
 
 def test_a_drain_that_another_process_asks_for_does_not_count_as_a_signal(tmp_path):

@@ -36,3 +36,5 @@ class BoundedExecutor:
 
     def _release(self, future: asyncio.Future[_T]) -> None:
         self.num_running -= 1
+        if not future.cancelled():
+            future.exception()  # a caller that still waits raises it; without one asyncio would log it

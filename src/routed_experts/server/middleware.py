@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.request_id import REQUEST_ID, REQUEST_ID_RULE
+from routed_experts.server.connection import abort_connection
 from routed_experts.server.errors import ApiError, ClientGone, ErrorResponse, to_anthropic, to_response, unavailable
 from routed_experts.server.limits import MAX_OPEN_REQUESTS, RESERVED_IDS, ServerSettings
 
@@ -56,6 +57,15 @@ class RequestMiddleware:
         self.open_requests = 0
         self.idle = asyncio.Event()
         self.idle.set()
+        self._tasks = set[asyncio.Task[object]]()
+        self._end_error: Exception | None = None
+
+    def end_requests(self, error: Exception) -> None:
+        """End every request in progress, and those that come later: with this error, or, where the response has begun,
+        by a cut of its connection. Event loop only."""
+        self._end_error = error
+        for task in self._tasks:
+            task.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; every error becomes a response."""
@@ -69,17 +79,18 @@ class RequestMiddleware:
         sender = _ResponseSender(send, state, method=scope["method"], path=scope["path"])
         start_time, is_probe = time.perf_counter(), scope["path"] in PROBES
         self._count(0 if is_probe else 1)
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
         try:
-            _read_request_id(scope)
-            self._authorize(scope)
-            if _CONTROL_CHARS.search(scope["path"]):  # a router may match "/x\n" as "/x"
-                raise _not_found()
-            await self._app(scope, receive, sender.send)
-        except ClientGone:
-            sender.status = _STATUS_CLIENT_GONE
-        except Exception as error:
-            await sender.send_error(error)
+            await self._respond(scope, receive, sender)
+        except asyncio.CancelledError:
+            if self._end_error is None:
+                raise
+            task.uncancel()
+            await sender.end(scope, self._end_error)
         finally:
+            self._tasks.discard(task)
             self._count(0 if is_probe else -1)
             elapsed_ms = 1000 * (time.perf_counter() - start_time)
             access_logger.log(
@@ -91,6 +102,20 @@ class RequestMiddleware:
                 elapsed_ms,
                 sender.request_id,
             )
+
+    async def _respond(self, scope: Scope, receive: Receive, sender: "_ResponseSender") -> None:
+        try:
+            if self._end_error is not None:
+                raise self._end_error
+            _read_request_id(scope)
+            self._authorize(scope)
+            if _CONTROL_CHARS.search(scope["path"]):  # a router may match "/x\n" as "/x"
+                raise _not_found()
+            await self._app(scope, receive, sender.send)
+        except ClientGone:
+            sender.status = _STATUS_CLIENT_GONE
+        except Exception as error:
+            await sender.send_error(error)
 
     def _count(self, change: int) -> None:
         self.open_requests += change
@@ -155,7 +180,7 @@ class _ResponseSender:
     def __init__(self, send: Send, state: Mapping[str, object], *, method: str, path: str) -> None:
         self._send, self._state, self._method = send, state, method
         self._is_anthropic = path.startswith(_ANTHROPIC)
-        self.status, self._has_started = 500, False
+        self.status, self._has_started, self._is_complete = 500, False, False
 
     @property
     def request_id(self) -> str:
@@ -167,6 +192,17 @@ class _ResponseSender:
             self._has_started, self.status = True, message["status"]
             message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
         await self._send(message)
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self._is_complete = True
+
+    async def end(self, scope: Scope, error: Exception) -> None:
+        """Respond with an error; after the response has started, and before it is complete, cut the connection."""
+        if not self._has_started:
+            await self.send_error(error)
+        elif not self._is_complete:
+            if not abort_connection(scope):
+                raise error
+            await asyncio.sleep(0)  # the protocol notes that the connection is lost
 
     async def send_error(self, error: Exception) -> None:
         """Respond with an error; after the response has started the error can only be logged."""

@@ -25,6 +25,7 @@ from uvicorn.server import HANDLED_SIGNALS
 from routed_experts.core.errors import ConfigError, EngineDeadError, MachineError, RoutedExpertsError
 from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.server.app import make_app
+from routed_experts.server.errors import unavailable
 from routed_experts.server.http_protocol import LimitedProtocol
 from routed_experts.server.limits import KEEP_ALIVE_S, MAX_UNSENT_BYTES, ServerSettings
 from routed_experts.server.state import ServerState
@@ -32,6 +33,11 @@ from routed_experts.server.state import ServerState
 FINAL_FLUSH_S = 1.5  # to send the responses of aborted requests
 STEP_GRACE_S = 2.0  # for the step in flight to end, after the shutdown timeout or a second signal
 THREADS_GRACE_S = 5.0  # for the threads of a drained server to end, such as that of a score
+# Seconds after the shutdown timeout, or a second signal, at which
+ANSWERS_END_S = 1.0  # requests end with an error that have not been answered, such as a score
+SENDING_ENDS_S = 1.3  # connections are cut that have bytes left to send
+EXIT_S = 1.9  # the process ends, whatever its threads do
+MIN_ANSWER_S = 0.2  # for each of the first two, where the step in flight has ended late
 EXIT_DEAD = 3
 logger = logging.getLogger("routed_experts.server")
 
@@ -119,6 +125,7 @@ class ServerProcess:
         self._exit_now = asyncio.Event()
         self._shutdown: asyncio.Task[None] | None = None
         self._has_signal = False
+        self._deadline = float("inf")  # of requests that run, by the event loop's clock
         self._load_error: BaseException | None = None
         self._has_died = self._is_stuck = False
 
@@ -146,7 +153,8 @@ class ServerProcess:
             await self._shutdown
         if self._load_error is None and threading.current_thread() is threading.main_thread():
             # asyncio and the interpreter wait for threads without limit, and the signals are ignored.
-            timer = threading.Timer(THREADS_GRACE_S, _exit_process, (self._exit_code,))
+            remaining_s = max(self._deadline + EXIT_S - self._loop.time(), 0)
+            timer = threading.Timer(min(THREADS_GRACE_S, remaining_s), _exit_process, (self._exit_code,))
             timer.daemon = True
             timer.start()
 
@@ -185,8 +193,9 @@ class ServerProcess:
 
     def _take_signal(self) -> None:
         """Drain at the first signal; exit at once at the second: after the step in flight, within STEP_GRACE_S."""
-        if self._has_signal:
+        if self._has_signal and self._loop is not None and not self._exit_now.is_set():
             self._exit_now.set()
+            self._deadline = min(self._deadline, self._loop.time())
         self._has_signal = True
         self._begin_drain()
 
@@ -195,29 +204,49 @@ class ServerProcess:
             return
         self._state.set_draining()
         logger.info("draining: new requests get 503, running ones have %g s", self._state.settings.shutdown_timeout)
+        self._deadline = asyncio.get_running_loop().time() + self._state.settings.shutdown_timeout
         self._shutdown = asyncio.ensure_future(self._drain_and_exit())
 
     async def _drain_and_exit(self) -> None:
         idle, timeout_s = self._middleware.idle, self._state.settings.shutdown_timeout
-        deadline = asyncio.get_running_loop().time() + timeout_s
         await _wait_first(idle.wait(), self._exit_now.wait(), timeout_s=timeout_s)
-        with contextlib.suppress(RoutedExpertsError):  # still loading, or already dead: no request runs
+        with contextlib.suppress(RoutedExpertsError):  # still loading, or already dead: no generation runs
             engine = self._state.engine
             if not idle.is_set():
                 engine.flush_submissions()
                 cause = "a second signal" if self._exit_now.is_set() else f"above --shutdown-timeout ({timeout_s:g} s)"
-                await self._run_or_exit(lambda: engine.abort_all(f"the server shut down: {cause}"), engine, deadline)
-                await _wait_first(idle.wait(), timeout_s=FINAL_FLUSH_S)
-            await self._run_or_exit(engine.engine.thread.stop, engine, deadline)
+                await self._run_or_exit(lambda: engine.abort_all(f"the server shut down: {cause}"), engine)
+        await self._end_requests()
+        with contextlib.suppress(RoutedExpertsError):
+            engine = self._state.engine
+            await self._run_or_exit(engine.engine.thread.stop, engine)
             await asyncio.to_thread(engine.engine.shutdown)
         self._server.should_exit = True
 
-    async def _run_or_exit(self, call: Callable[[], object], engine: AsyncEngine, deadline: float) -> None:
+    async def _end_requests(self) -> None:
+        """Let aborted generations answer until ANSWERS_END_S after the deadline. Then end what still runs with an
+        error, and cut the connections of clients that do not read, SENDING_ENDS_S after the deadline."""
+        loop, idle = asyncio.get_running_loop(), self._middleware.idle
+        answers_end = max(self._deadline + ANSWERS_END_S, loop.time() + MIN_ANSWER_S)
+        sending_ends = max(self._deadline + SENDING_ENDS_S, answers_end + MIN_ANSWER_S)
+        loop.call_at(sending_ends, self._cut_connections)  # also those whose requests have ended
+        await _wait_first(idle.wait(), timeout_s=answers_end - loop.time())
+        if not idle.is_set():
+            text = "the server has shut down before this request was done; send it to another"
+            self._middleware.end_requests(unavailable(text, code="draining"))
+            await _wait_first(idle.wait(), timeout_s=sending_ends - loop.time())
+
+    def _cut_connections(self) -> None:
+        """Drop every connection with what it has not sent: its client does not read, or not fast enough."""
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
+
+    async def _run_or_exit(self, call: Callable[[], object], engine: AsyncEngine) -> None:
         """Run a call that waits for the engine thread. Ends the process where that does not answer within STEP_GRACE_S
         after the deadline, in the time of the event loop, or after a second signal. Raises what the call raises."""
         work = asyncio.ensure_future(asyncio.to_thread(call))
         exit_now = asyncio.ensure_future(self._exit_now.wait())
-        remaining_s = max(deadline - asyncio.get_running_loop().time(), 0)
+        remaining_s = max(self._deadline - asyncio.get_running_loop().time(), 0)
         await asyncio.wait((work, exit_now), timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
         exit_now.cancel()
         await asyncio.wait((work,), timeout=STEP_GRACE_S)

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from routed_experts.core.errors import RoutedExpertsError
+from routed_experts.server.connection import abort_connection
 from routed_experts.server.errors import ApiError, ClientGone, ErrorResponse, to_response
 from routed_experts.server.limits import SSE_COMMENT_S, STREAM_GRACE_S
 
@@ -81,7 +82,7 @@ class EventStream(Response):
             limit = self._timeout_s + STREAM_GRACE_S
             await asyncio.wait({sending, gone}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
             if not sending.done():
-                _abort_connection(scope)
+                abort_connection(scope)
                 raise ClientGone
             sending.result()
         finally:
@@ -150,13 +151,6 @@ async def run_until_disconnect(request: Request, work: Awaitable[_T], *, timeout
         task.cancel()
         gone.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
-
-
-def _abort_connection(scope: Scope) -> None:
-    """Drop the connection with all unsent bytes, where the protocol offers a way to."""
-    abort = scope.get("extensions", {}).get("routed_experts.abort")
-    if abort is not None:
-        abort["call"]()
 
 
 async def _wait_disconnect(receive: Receive) -> None:

@@ -74,6 +74,8 @@ async def score(request: Request, server: ServerState) -> Response:
     def work() -> tuple[list[ScoreOutput], list[dict[str, object]]]:
         records, replay_weights = _records(fields, len(sequences)), fields.replay_weights is True
         outputs = _score_in_chunks(server, sequences, records, cancelled, replay_weights=replay_weights)
+        if len(outputs) < len(sequences):  # cancelled
+            return outputs, []
         if not options[0].weights:
             outputs = [_without_weights(output) for output in outputs]
         return outputs, [
