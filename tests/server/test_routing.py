@@ -9,6 +9,7 @@ import json
 import numpy as np
 import pytest
 
+from routed_experts.core.errors import EngineDeadError
 from routed_experts.formats import record_from_meta_info, record_from_npy, record_from_response
 from routed_experts.formats.archive import decode_record_and_tokens
 from routed_experts.formats.meta_info import extract_routed_experts_from_meta_info
@@ -179,6 +180,37 @@ def test_a_native_ref_and_its_stream(server, records):
     record = record_from_npy(answer.content, json.loads(answer.headers["x-routed-experts-info"]))
     assert np.array_equal(record.ids, records[0][:, 1:])
     server.client.delete("/v1/routing/native-1")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_fleet_hears_of_the_rows_before_an_answer_names_them(engine, streamed):
+    reserved, notes = [], []
+    fields = {"return_routed_experts": True, "routed_experts_format": "ref"}
+    with running(engine) as server:
+
+        async def note(entry):
+            reserved.append(entry.request_id)
+            notes.append(server.state.store.find(entry.request_id) is entry)
+
+        server.state.on_rows_reserved = note
+        body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 3}, "rid": "mine", **fields}
+        if streamed:
+            stream(server, "/generate", body)
+        else:
+            assert server.post("/generate", body).status_code == 200
+        assert reserved == ["mine"]
+        score = {"token_ids": [5, 6, 7], "request_id": "scored", **fields}
+        assert server.post("/v1/score", score).status_code == 200
+        assert server.post("/generate", {"input_ids": [5], "rid": "other"}).status_code == 200
+        assert reserved == ["mine", "scored"] and all(notes)
+
+        async def fail(entry):
+            raise EngineDeadError("the fleet has ended")
+
+        server.state.on_rows_reserved = fail
+        assert parse_error(server.post("/v1/score", score), 503) and parse_error(server.post("/generate", body), 503)
+        server.wait_idle()
+        assert not server.state.store.entries(), "nothing is left of calls that were not answered"
 
 
 @pytest.mark.parametrize("name", ["rid", "request_id"])

@@ -10,7 +10,15 @@ from routed_experts.core.weight_version import WeightVersion
 from routed_experts.engine.control.admission_control import parse_pause_mode
 from routed_experts.engine.control.memory_control import MEMORY_TAGS
 from routed_experts.fleet.link import Link
-from routed_experts.fleet.messages import Answer, CoordinatorLost, FleetStatus, Refusal, RouteAnswer, RouteCall
+from routed_experts.fleet.messages import (
+    Answer,
+    CoordinatorLost,
+    FleetStatus,
+    Refusal,
+    RouteAnswer,
+    RouteCall,
+    RowsKeeper,
+)
 from routed_experts.fleet.two_phase import COMMIT_S, HOLD_S
 from routed_experts.server.errors import ApiError, unavailable
 
@@ -71,10 +79,10 @@ class FleetClient:
         answers: dict[str, Answer] | Refusal = await self._call("flush", drafts=drafts, timeout_s=FLUSH_S)
         return sum(values_of(_checked(answers)))
 
-    async def tags(self) -> list[str]:
-        """The tags of all replicas."""
-        tags: list[str] | Refusal = await self._call("tags")
-        return _checked(tags)
+    async def rows_keeper(self, request_id: str) -> RowsKeeper | None:
+        """The replica that keeps the rows of an id, if one does; None: of an id that no request had."""
+        keeper: RowsKeeper | Refusal | None = await self._call("rows_keeper", request_id)
+        return _checked(keeper)
 
     async def route(self, tag: str, call: RouteCall) -> RouteAnswer | None:
         """What one replica answers to a request; None where it refuses or has gone."""

@@ -18,7 +18,7 @@ from routed_experts.core.extra_key import combine_keys
 from routed_experts.core.weight_version import WeightVersion
 from routed_experts.fleet.fleet_client import ASK_S, FleetClient, values_of
 from routed_experts.fleet.link import Link
-from routed_experts.fleet.messages import FleetStatus, RouteAnswer, RouteCall
+from routed_experts.fleet.messages import FleetStatus, RouteCall
 from routed_experts.fleet.metrics_text import fleet_metrics, merge
 from routed_experts.fleet.operations import from_answer
 from routed_experts.fleet.request_ids import tag_of
@@ -46,6 +46,7 @@ from routed_experts.server.protocol import (
     UpdateWeightVersionRequest,
 )
 from routed_experts.server.routing import routes as routing_routes
+from routed_experts.server.routing_store import unknown_rows
 from routed_experts.server.sse import run_until_disconnect
 from routed_experts.server.state import ServerState
 
@@ -115,11 +116,11 @@ class FleetRoutes:
     async def fetch(self, request: Request, server: ServerState) -> Response:
         """The rows of one choice, from the replica that keeps them: a .npy of the canonical ids, or ?format=safetensors
         with the token ids beside them. Parts by Range."""
-        return await self._of_owner(request, lambda: routing_routes.fetch(request, server))
+        return await self._of_owner(request, server, lambda: routing_routes.fetch(request, server))
 
     async def delete(self, request: Request, server: ServerState) -> Response:
         """Free the rows of a request, on the replica that keeps them."""
-        return await self._of_owner(request, lambda: routing_routes.delete(request, server))
+        return await self._of_owner(request, server, lambda: routing_routes.delete(request, server))
 
     async def stats(self, request: Request, server: ServerState) -> Response:
         """How often each expert was chosen, summed over the replicas, since the start or the last reset."""
@@ -313,31 +314,24 @@ class FleetRoutes:
         version = await self._update(request, None, label, "keep", abort_first=aborts)
         return json_response({"success": True, "message": "updated", "new_version": version.label, **version.to_json()})
 
-    async def _of_owner(self, request: Request, local: Callable[[], Awaitable[Response]]) -> Response:
-        """Answer from this replica, else from the one whose tag is in the id, else from any other that has the rows."""
-        try:
+    async def _of_owner(
+        self, request: Request, server: ServerState, local: Callable[[], Awaitable[Response]]
+    ) -> Response:
+        """Answer from the replica that has made the id, whose tag is in it. Where a client has given the id, perhaps
+        several times: from the replica that has met it last, which the coordinator knows, and from no other."""
+        name, tag = str(request.path_params["name"]), self._link.tag
+        if tag_of(name) == tag and (entry := server.store.find(name)) is not None and entry.number is None:
             return await local()
-        except ApiError as error:
-            if error.code != "routing_not_found" or error.param is not None:  # it is here, and refused
-                raise
-            unknown = error
-        owner = tag_of(str(request.path_params["name"]))
-        call = _call(request, _ROUTING)
-        tags = await self._fleet.tags()
-        answers: list[RouteAnswer] = []
-        if owner in tags and owner != self._link.tag:
-            answer = await self._fleet.route(owner, call)
-            answers += [] if answer is None else [answer]
-        if all(map(_is_unknown, answers)):  # also the id of a client that looks like the owner's
-            others = await self._fleet.ask_all("route", leave_out_self=True, call=call)
-            answers += [answer.value for answer in others.values() if answer.refusal is None]
-        known = [answer for answer in answers if not _is_unknown(answer)]
-        if known:
-            return from_answer(min(known, key=lambda answer: answer.status >= 400))
-        if owner is not None and owner not in tags:
-            text = f"the rows were kept by replica {owner}, which has ended; run the request again"
+        keeper = await self._fleet.rows_keeper(name)
+        if keeper is None or keeper.tag == tag:
+            return await local()
+        if keeper.has_ended:
+            text = f"the rows were kept by replica {keeper.tag}, which has ended; run the request again"
             raise ApiError(text, status=404, code="routing_gone")
-        raise unknown
+        answer = await self._fleet.route(keeper.tag, _call(request, _ROUTING))
+        if answer is None:
+            raise unknown_rows()
+        return from_answer(answer)
 
     async def _loads(self, request: Request, server: ServerState) -> list[info_routes.Load]:
         """The load of every data rank of every replica; a replica that does not answer is an error, for who waits until
@@ -380,11 +374,6 @@ def _call(request: Request, route: str) -> RouteCall:
         body=b"",
         owner=request_owner(request),
     )
-
-
-def _is_unknown(answer: RouteAnswer) -> bool:
-    """Whether a replica does not keep the rows that were asked for; it may keep those of another choice."""
-    return answer.status == 404 and msgspec.json.decode(answer.body)["error"]["param"] is None
 
 
 def _replicas(status: FleetStatus) -> list[dict[str, object]]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from routed_experts.core.errors import InvalidRequestError, RoutedExpertsError
 from routed_experts.core.weight_version import WeightVersion
 from routed_experts.fleet.member import POLL_S
-from routed_experts.fleet.messages import Answer, CoordinatorLost, Joined, Refusal, Report, Task
+from routed_experts.fleet.messages import Answer, CoordinatorLost, Joined, NumberedRows, Refusal, Report, Task
 from routed_experts.fleet.stop_clock import StopClock
 
 CALL_S = 10.0
@@ -30,8 +30,8 @@ class Client(Protocol):
 class Link:
     """The connection of a replica to the coordinator: it joins, reports, and carries out operations.
 
-    `handle`: the actor of this replica. `report` gives its weights, `operations` are what the coordinator may ask
-    for, by name."""
+    `handle`: the actor of this replica. `report` gives its weights, `rows` what it keeps for fetching; `operations`
+    are what the coordinator may ask for, by name."""
 
     def __init__(
         self,
@@ -40,8 +40,10 @@ class Link:
         handle: Any,
         report: Callable[[], Awaitable[Report]],
         operations: Mapping[str, Operation],
+        rows: Callable[[], NumberedRows] = lambda: NumberedRows({}, 0.0),
     ) -> None:
         self._client, self._handle, self._report, self._operations = client, handle, report, operations
+        self._rows = rows
         self.tag = ""
         self._instance = ""
         self._running: dict[tuple[str, int], asyncio.Task[None]] = {}  # by instance of the coordinator, and task
@@ -94,6 +96,15 @@ class Link:
         """Call the coordinator. Raises CoordinatorLost."""
         return await self._client.call(method, *arguments, timeout_s=timeout_s, **more)
 
+    async def call_when_reached(self, method: str, *arguments: Any) -> Any:
+        """Call the coordinator, again and again until it is reached: it is restarted within seconds."""
+        while True:
+            try:
+                return await self.call(method, *arguments)
+            except CoordinatorLost as error:
+                logger.debug("the coordinator is not reached: %s", error)
+                await asyncio.sleep(RETRY_S)
+
     async def _run(self) -> None:
         while True:
             try:
@@ -113,7 +124,7 @@ class Link:
     async def _rejoin(self) -> None:
         """Join a coordinator that was restarted."""
         joined: Joined = await self._client.call(
-            "join", self.tag, await self._report(), [self._handle], timeout_s=CALL_S
+            "join", self.tag, await self._report(), [self._handle], self._rows(), timeout_s=CALL_S
         )
         self._instance = joined.instance
 

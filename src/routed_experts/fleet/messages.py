@@ -75,6 +75,22 @@ class Joined:
     released: tuple[str, ...]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowsKeeper:
+    """The replica that keeps the rows of an id, if one does, and whether it has ended."""
+
+    tag: str
+    has_ended: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NumberedRows:
+    """The reservations of rows that a coordinator has numbered, by id, and the seconds for which they may be kept."""
+
+    numbers: Mapping[str, int]
+    keep_s: float
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RouteCall:
     """A request of HTTP as another replica answers it. `route`: the path as the table of routes has it; `owner`: the

@@ -15,6 +15,7 @@ from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.core.weight_version import WeightVersion
 from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.engine.engine import Engine
+from routed_experts.fleet.kept_rows import KeptRows
 from routed_experts.fleet.messages import RouteAnswer, RouteCall
 from routed_experts.fleet.weight_member import WeightMember
 from routed_experts.server.admin import memory_routes, vllm_routes
@@ -67,9 +68,15 @@ class Operations:
     """`drain` ends the replica's service: it finishes what runs within a time. `proxy`: what is in front."""
 
     def __init__(
-        self, server: ServerState, weights: WeightMember, *, drain: Callable[[float], Awaitable[None]], proxy: str
+        self,
+        server: ServerState,
+        weights: WeightMember,
+        rows: KeptRows,
+        *,
+        drain: Callable[[float], Awaitable[None]],
+        proxy: str,
     ) -> None:
-        self._server, self._weights, self._drain, self._proxy = server, weights, drain, proxy
+        self._server, self._weights, self._rows, self._drain, self._proxy = server, weights, rows, drain, proxy
 
     def by_name(self) -> Mapping[str, Callable[..., Awaitable[Any]]]:
         """All of them."""
@@ -94,6 +101,7 @@ class Operations:
                 "routing_stats": self.routing_stats,
                 "health": self.health,
                 "route": self.route,
+                "drop_rows": self._rows.drop,
                 "drain": self._drain,
             }
         )

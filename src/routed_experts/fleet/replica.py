@@ -21,6 +21,7 @@ from routed_experts.engine.engine import Engine
 from routed_experts.execution.absent_tpu import skip_absent_tpu
 from routed_experts.fleet.fleet_routes import fleet_table
 from routed_experts.fleet.follower_actor import start_followers
+from routed_experts.fleet.kept_rows import KeptRows, longest_kept_s
 from routed_experts.fleet.link import Link, to_refusal
 from routed_experts.fleet.messages import CoordinatorLost
 from routed_experts.fleet.operations import Operations, weight_member
@@ -92,13 +93,17 @@ class Replica:
             )
             server.set_ready(AsyncEngine(engine))
             weights = weight_member(engine, spec.server)
-            operations = Operations(server, weights, drain=self._drain, proxy=proxy)
+            rows = KeptRows(server.store, keep_s=longest_kept_s(spec.server))
+            operations = Operations(server, weights, rows, drain=self._drain, proxy=proxy)
             self._link = link = Link(
                 client,
                 handle=ray.get_runtime_context().current_actor,
                 report=weights.report,
                 operations=operations.by_name(),
+                rows=rows.numbered,
             )
+            rows.attach(link)
+            server.on_rows_reserved = rows.reserve
             joined = await link.take_over(weights.load, settings.weight_update_timeout)
         except RoutedExpertsError as error:
             with contextlib.suppress(CoordinatorLost):

@@ -132,6 +132,7 @@ class GenerationHandler(ABC):
             self._store_entry = self._server.store.reserve(
                 self._options.request_id, owner=self._options.owner, choices=choices
             )
+            await self._server.reserve_rows(self._store_entry)
 
     def _prompt_choice(self) -> int:
         """Return the index of the request whose output has the rows and logprobs of a prompt that all choices share:

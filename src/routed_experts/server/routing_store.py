@@ -49,11 +49,18 @@ class StoreEntry:
     expected: frozenset[int]  # choices whose rows will be stored
     choices: dict[int, StoredRows]
     expires_at: float = _NEVER  # by the clock; set when the last choice was stored
+    number: int | None = None  # in a fleet: of this reservation among those of all replicas
 
     @property
     def is_complete(self) -> bool:
         """Whether the rows of every expected choice are stored."""
         return self.choices.keys() == self.expected
+
+
+def unknown_rows() -> ApiError:
+    """The error for an id without rows."""
+    text = "no rows are kept under this id: unknown, freed or expired (--routing-store-ttl)"
+    return ApiError(text, status=404, code="routing_not_found")
 
 
 class RoutingStore:
@@ -97,6 +104,19 @@ class RoutingStore:
         while self.nbytes > self._max_bytes:
             others = (name for name, other in self._entries.items() if other.expires_at < _NEVER and name != request_id)
             self._drop(next(others, request_id))
+
+    def entries(self) -> Collection[StoreEntry]:
+        """All entries."""
+        return self._entries.values()
+
+    def find(self, request_id: str) -> StoreEntry | None:
+        """The entry of an id, whoever owns it."""
+        return self._entries.get(request_id)
+
+    def drop(self, entry: StoreEntry) -> None:
+        """Drop an entry, also one of a running call."""
+        if self._entries.get(entry.request_id) is entry:
+            self._drop(entry.request_id)
 
     def release(self, entry: StoreEntry) -> None:
         """Drop the entry of a call that has ended without all of its rows."""
@@ -144,8 +164,7 @@ class RoutingStore:
         self.expire()
         entry = self._entries.get(request_id)
         if entry is None:
-            text = "no rows are kept under this id: unknown, freed or expired (--routing-store-ttl)"
-            raise ApiError(text, status=404, code="routing_not_found")
+            raise unknown_rows()
         if entry.owner != owner:
             text = "these rows belong to another key; use that one"
             raise ApiError(text, status=403, code="routing_of_another_key")

@@ -6,7 +6,7 @@ Event loop only, except `set_phase`, which the loading thread calls."""
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from routed_experts.core.error_text import short_repr
@@ -24,7 +24,7 @@ from routed_experts.server.executors import BoundedExecutor, run_in_thread_if_la
 from routed_experts.server.integrity import IntegrityWatch
 from routed_experts.server.limits import INLINE_BYTES, MAX_SCORING_CALLS, MAX_WAITING_PAUSES, ServerSettings
 from routed_experts.server.metrics.metrics import Metrics
-from routed_experts.server.routing_store import RoutingStore
+from routed_experts.server.routing_store import RoutingStore, StoreEntry
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +67,7 @@ class ServerState:
             clock=clock,
             call_later=lambda seconds, call: asyncio.get_running_loop().call_later(seconds, call),
         )
+        self.on_rows_reserved: Callable[[StoreEntry], Awaitable[None]] | None = None  # of a fleet
         self.pause_executor = BoundedExecutor(MAX_WAITING_PAUSES)
         self.score_executor = BoundedExecutor(MAX_SCORING_CALLS)
         self.routing_stats = CachedReader(lambda: self.engine.engine.routing_stats())
@@ -79,6 +80,12 @@ class ServerState:
         self._probe: asyncio.Task[None] | None = None
         self._was_stalled = False
         self._background = set[asyncio.Task[None]]()
+
+    async def reserve_rows(self, entry: StoreEntry) -> None:
+        """Tell the fleet of a new entry of the store, if this server is part of one. Before the answer that names the
+        rows is sent."""
+        if self.on_rows_reserved is not None:
+            await self.on_rows_reserved(entry)
 
     def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Run what no request waits for. Event loop only."""

@@ -90,7 +90,7 @@ async def score(request: Request, server: ServerState) -> Response:
     finally:
         cancelled.set()
     if options[0].enabled:
-        _record_sent(server, request_id, request_owner(request), outputs, options[0])
+        await _record_sent(server, request_id, request_owner(request), outputs, options[0])
     num_tokens = sum(len(ids) for ids in sequences)
     response = {
         "id": request_id,
@@ -302,7 +302,7 @@ def _render(index: int, output: ScoreOutput, options: RoutingOptions, url: str) 
     return {**fields, **routing.choice, **routing.response, "meta_info": {**meta, **routing_meta}}
 
 
-def _record_sent(
+async def _record_sent(
     server: ServerState,
     request_id: str,
     owner: str,
@@ -313,6 +313,11 @@ def _record_sent(
     entry = None
     if options.format == "ref":
         entry = server.store.reserve(request_id, owner=owner, choices=range(len(outputs)))
+        try:
+            await server.reserve_rows(entry)
+        except BaseException:
+            server.store.release(entry)
+            raise
     for index, output in enumerate(outputs):
         assert output.routed_experts is not None, "rows are recorded where routing options are accepted"
         rows = output.routed_experts[options.start :]
