@@ -133,6 +133,22 @@ def test_an_id_of_a_client_that_looks_like_a_replicas_is_asked_of_all(client):
             assert client.get(f"/v1/routing/{name}").status_code == 200
 
 
+def test_rows_of_an_id_that_is_used_again_are_those_of_the_last_request(client, admin):
+    """Under two keys, on whichever replica the proxy chooses: the prompts differ in length."""
+    for number in range(6):
+        name = f"again-{number}"
+        for sender, prompt in ((client, PROMPT), (admin, [*PROMPT, *PROMPT])):
+            generate(sender, rid=name, input_ids=prompt, return_routed_experts=True, routed_experts_format="ref")
+        fetched = [admin.get(f"/v1/routing/{name}") for _ in range(4)]
+        infos = [json.loads(response.headers["x-routed-experts-info"]) for response in fetched]
+        assert [info["num_prompt_tokens"] for info in infos] == [2 * len(PROMPT)] * 4
+        for _ in range(4):
+            parse_error(client.get(f"/v1/routing/{name}"), 403)
+        assert admin.delete(f"/v1/routing/{name}").status_code == 204
+        for _ in range(4):
+            assert parse_error(admin.get(f"/v1/routing/{name}"), 404)["code"] == "routing_not_found"
+
+
 def test_the_rows_of_many_sequences_pass_whole(client):
     prompts = [np.random.default_rng(seed).integers(3, 313, 60).tolist() for seed in range(4)]
     body = {"input_ids": prompts, "sampling_params": {"temperature": 0.0, "n": 8}, "max_new_tokens": 60}
