@@ -106,7 +106,7 @@ def test_several_answers_are_one_or_a_list():
 
 def test_every_id_that_a_replica_makes_names_it():
     make = request_id_maker("r12")
-    for prefix in ("", "chatcmpl-", "cmpl-", "score-"):
+    for prefix in ("", "chatcmpl-", "cmpl-", "score-", "msg_", "resp_"):
         assert tag_of(prefix + make()) == "r12" and len(prefix + make()) <= 64
     for other in ("r1", "mine-r1-7", "r1-" + "g" * 32, "x" * 64):
         assert tag_of(other) is None

@@ -10,7 +10,7 @@ from routed_experts.fleet.request_ids import tag_of
 from routed_experts.server.limits import ServerSettings
 from routed_experts.server.routing_store import RoutingStore, StoreEntry
 
-MAX_REUSED = 65_536
+MAX_REUSED = 65_536  # ids of this replica that clients have given to others
 ENDING_S = 60.0  # ample, for a request to end after its time
 
 

@@ -8,9 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from routed_experts.server.middleware import random_id
 
-_MADE_ID = re.compile(
-    r"(?:[a-z]+[-_])?(r[0-9]+)-[0-9a-f]{32}"
-)  # by a replica: prefix of the dialect, tag, random digits
+_MADE_ID = re.compile(r"(?:[a-z]+[-_])?(r[0-9]+)-[0-9a-f]{32}")  # by a replica: prefix of a dialect, tag, random digits
 _SERVE_ID = re.compile(rb"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # made by Ray Serve for a request without one
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
 
-MAX_KEEPERS = 262_144  # beyond, those of the oldest reservations are forgotten, and their rows are not found
+MAX_KEEPERS = 1 << 20  # beyond, those of the oldest reservations are forgotten, and their rows are not found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

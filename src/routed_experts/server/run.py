@@ -36,7 +36,7 @@ THREADS_GRACE_S = 5.0  # for the threads of a drained server to end, such as tha
 # Seconds after the shutdown timeout, or a second signal, at which
 ANSWERS_END_S = 1.0  # requests end with an error that have not been answered, such as a score
 SENDING_ENDS_S = 1.3  # connections are cut that have bytes left to send
-EXIT_S = 1.9  # the process ends, whatever its threads do
+EXIT_S = 1.6  # the process ends, whatever its threads do
 MIN_ANSWER_S = 0.2  # for each of the first two, where the step in flight has ended late
 EXIT_DEAD = 3
 logger = logging.getLogger("routed_experts.server")
