@@ -4,7 +4,9 @@ It takes a ModelWorkerBatch for each data rank, all of one shape, and returns, o
 A step whose sampler takes a mask is dispatched in two parts: `begin` starts its layers, and `sample` the rest, once the
 host has read the step before and filled the mask.
 Host mutation: it rebinds what it donated. Every program is compiled before the first step; only the samplers that take
-masks, and the programs of given ids, are compiled by the first request that needs them, on its caller's thread."""
+masks, and the programs of given ids, are compiled by the first request that needs them, on its caller's thread. Dims: N
+padded tokens, B padded requests, M MoE layers, K experts per token, W words of a mask's row, k drafts, G given ids; the
+columns of `sampled` and `scored` are those of sampler.py, verify.py and `score_prompt`."""
 
 import dataclasses
 import hashlib
@@ -75,6 +77,11 @@ class _StepOutputs(NamedTuple):
     given: Float[Array, "B G"] | None
     prompt_given: tuple[Int32[Array, "N columns"], ...]
 
+    def arrays(self) -> list[Array]:
+        """The arrays that there are."""
+        optional = (self.sampled, self.scored, self.rows, self.rerouting, self.drafts, self.given)
+        return [*(array for array in optional if array is not None), *self.prompt_given]
+
 
 class ModelRunner:
     """Weights, pools and compiled programs of one model, on one device or on those of a mesh
@@ -99,7 +106,7 @@ class ModelRunner:
         self._token_counts = sharded_zeros(counts, mesh_specs, by_rank)  # now: no later allocation or compilation
         self._replicated = None if mesh_specs is None else mesh_specs.everywhere
         self._own_part = None if mesh_specs is None else mesh_specs.own_part
-        self._counts = _no_counts(self.spec, self._replicated)
+        self._counts = _zero_counts(self.spec, self._replicated)
         self._programs: dict[tuple[object, ...], jax.stages.Compiled] = {}
         self._later_jobs: dict[tuple[object, ...], Callable[[], jax.stages.Lowered]] = {}  # not compiled yet
         self._later_lock = threading.Lock()
@@ -186,8 +193,8 @@ class ModelRunner:
         with self.orders.in_order():
             out = self._finish(started.inputs, started.packed, started.out, batches[0], mask)
         if self._needs_d2h:
-            for array in (*out[:-1], *out.prompt_given):
-                if array is not None and array.sharding.memory_kind != HOST_MEMORY:
+            for array in out.arrays():
+                if array.sharding.memory_kind != HOST_MEMORY:
                     array.copy_to_host_async()
         return PendingStep(
             batches=batches,
@@ -275,7 +282,7 @@ class ModelRunner:
         assert self._counts is not None, "an engine whose steps are counted"
         with self.orders.in_order():
             self.orders.send(OrderKind.TAKE_COUNTS)
-            counts, self._counts = self._counts, _no_counts(self.spec, self._replicated)
+            counts, self._counts = self._counts, _zero_counts(self.spec, self._replicated)
         counts.copy_to_host_async()
         return counts
 
@@ -299,7 +306,7 @@ class ModelRunner:
         del batch, shape, packed, out, full, accepted
 
     def _jobs(self) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
-        """Return the lowerings that `compile` compiles."""
+        """Return the lowerings that `compile` compiles, and note those that the first request that needs them does."""
         return lowerings(self.state, self.spec, self.config, later=self._later_jobs)
 
     def _forward(self, batch: ModelWorkerBatch | None, shape: BatchShape, packed: Any) -> ForwardOut:
@@ -436,7 +443,8 @@ class ModelRunner:
         )
 
 
-def _no_counts(spec: ProgramSpec, everywhere: Any) -> Int32[Array, "F M E"] | None:
+def _zero_counts(spec: ProgramSpec, everywhere: Any) -> Int32[Array, "F M E"] | None:
+    """Counts of no step, on every device; None where steps are not counted."""
     shape = spec.counts
     return None if shape is None else put_global(np.zeros(shape.shape, shape.dtype), everywhere)
 

@@ -1,4 +1,4 @@
-"""KeptRows: the rows that a replica keeps for fetching, as the coordinator of its fleet hears of them.
+"""KeptRows: the rows that a replica keeps for fetching, as it reports them to the coordinator of its fleet.
 
 Event loop only."""
 

@@ -254,8 +254,8 @@ class Scheduler:
         return batch
 
     def locate(self, batch: ModelWorkerBatch) -> ModelWorkerBatch:
-        """Return a batch that is ahead, with the positions of its tokens. Every step before it must have been
-        committed."""
+        """Return a batch that is ahead, with the positions of its tokens, which its chunks in flight get, too. Every
+        step before it must have been committed."""
         chunks = [dataclasses.replace(chunk, start=chunk.req.num_known - 1) for chunk in self._in_flight[batch.step]]
         self._in_flight[batch.step] = tuple(chunks)
         return self._batch_builder.locate(batch, [chunk.start for chunk in chunks])

@@ -1,4 +1,4 @@
-"""TextDrafter: drafts that are copied from text: the sequence itself, and where allowed what others have said.
+"""TextDrafter: drafts that are copied from text: the sequence itself, and where allowed other answers.
 
     NGRAM     the latest earlier occurrence of the longest repeated suffix is continued, behind the end of the
               sequence by its own copy (prompt lookup)

@@ -210,8 +210,8 @@ class Speculation:
                 self.totals.skipped[reason] += 1
 
     def watch(self, running: Sequence[Req], step: int) -> None:
-        """While the policy drafts nothing, propose without verifying, and compare with the tokens that come: so it
-        hears of text that has become predictable. The step in flight hides a part of this work; where the device is the
+        """While the policy drafts nothing, propose without verifying, and compare with the tokens that come, to
+        notice text that has become predictable. The step in flight hides a part of this work; where the device is the
         host's own cores it hides little, so this becomes rarer while no draft would pay, until the newest request is
         another one."""
         self.count_skipped(running)
