@@ -36,10 +36,10 @@ from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.dist_config import DistConfig
 from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch, StepResult
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine import process_group
+from routed_experts.engine.group import process_group
+from routed_experts.engine.group.process_group import FollowingGroup, StepDigests
+from routed_experts.engine.group.rendezvous import Rendezvous, join
 from routed_experts.engine.loop.core import EngineCore
-from routed_experts.engine.process_group import FollowingGroup, StepDigests
-from routed_experts.engine.rendezvous import Rendezvous, join
 from routed_experts.execution.forward_batch import StepInputs, pack_ranks, to_batch_shape
 from routed_experts.execution.model_runner import PendingStep
 from routed_experts.execution.order_channel import OrderChannel

@@ -13,7 +13,7 @@ from routed_experts.engine import follower as follower_module
 from routed_experts.engine.control import weight_control
 from routed_experts.engine.control.weights import value_digests
 from routed_experts.engine.follower import Follower
-from routed_experts.engine.process_group import DIGEST_STEPS
+from routed_experts.engine.group.process_group import DIGEST_STEPS
 from routed_experts.execution.forward_batch import BatchShape, StepInputs
 from routed_experts.execution.orders import Order, OrderKind
 from support.tiny_checkpoint import write_tiny_checkpoint

@@ -31,8 +31,8 @@ from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.layers.balanced_selection.checks import expert_capacity
 from routed_experts.layers.balanced_selection.reference import sequential_selection
 from routed_experts.layers.routing import selection_scores
+from routed_experts.models.base.sharding import AXIS
 from routed_experts.models.model_folder import ModelFolder
-from routed_experts.models.sharding import AXIS
 from routed_experts.placement import rebalance
 from routed_experts.server.metrics.metrics import Metrics
 from routed_experts.server.routing_store import RoutingStore

@@ -14,8 +14,8 @@ import pytest
 
 from routed_experts.core.dist_config import DistConfig
 from routed_experts.core.errors import PeerLostError, ProcessMismatchError
-from routed_experts.engine import process_group
-from routed_experts.engine.process_group import (
+from routed_experts.engine.group import process_group
+from routed_experts.engine.group.process_group import (
     DIGEST_STEPS,
     EXIT_LOST,
     MAX_UNSENT,

@@ -14,8 +14,8 @@ import pytest
 
 from routed_experts.core.dist_config import DistConfig
 from routed_experts.core.errors import ConfigError, MachineError
-from routed_experts.engine.process_group import start_group
-from routed_experts.engine.rendezvous import MAX_PENDING, GroupAbandonedError, Rendezvous, compare_fields, join
+from routed_experts.engine.group.process_group import start_group
+from routed_experts.engine.group.rendezvous import MAX_PENDING, GroupAbandonedError, Rendezvous, compare_fields, join
 from routed_experts.execution.order_channel import Connection
 from routed_experts.execution.orders import Order, OrderKind, OrderReader, encode
 from support.process_groups import Stopwatch, free_address
@@ -317,7 +317,7 @@ def test_where_one_cannot_be_welcomed_the_others_end_with_the_reason(monkeypatch
 
 
 def test_a_program_that_gives_no_answer_is_named(monkeypatch):
-    monkeypatch.setattr("routed_experts.engine.rendezvous._ANSWER_MARGIN_S", 0.1)
+    monkeypatch.setattr("routed_experts.engine.group.rendezvous._ANSWER_MARGIN_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         silent = dist(f"127.0.0.1:{server.getsockname()[1]}", 1, timeout=1.0)
         with pytest.raises(MachineError, match=r"gave no answer for 1\.1 s: .* or it hangs"):

@@ -3,7 +3,7 @@
 import pytest
 
 from routed_experts.core.errors import EngineDeadError
-from routed_experts.engine.watchdog import Watchdog
+from routed_experts.engine.group.watchdog import Watchdog
 
 
 class Clock:

@@ -18,8 +18,8 @@ from routed_experts.execution.aot_programs import lowerings
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.execution.spmd import MeshSpecs
 from routed_experts.models.base.partitioning import ParallelConfig
+from routed_experts.models.base.sharding import AXIS, DATA_AXIS, ModelSharding
 from routed_experts.models.decoder.decoder import FamilyDecoder
-from routed_experts.models.sharding import AXIS, DATA_AXIS, ModelSharding
 from support.tpu_aot import assert_in_place, tpu_devices, tpu_mesh, without_compilation_cache
 from support.tpu_programs import SMALL, program_name, whole_pool_operations
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from routed_experts.memory.hugepages import LARGE, advise_hugepages, advise_hugepages_beside
-from routed_experts.models.sharding import buffer_pointers
+from routed_experts.models.base.sharding import buffer_pointers
 
 
 def mappings(low, high):

@@ -19,8 +19,8 @@ from routed_experts.layers.native.ops import NATIVE_KERNELS
 from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.layers.parallel import AxisGroup
 from routed_experts.models.base.partitioning import ParallelConfig
+from routed_experts.models.base.sharding import AXIS, ModelSharding
 from routed_experts.models.drafts.draft_folder import DraftFolder
-from routed_experts.models.sharding import AXIS, ModelSharding
 from support.kernels import ATTENTION, MOE
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")

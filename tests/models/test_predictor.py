@@ -24,6 +24,7 @@ from routed_experts.layers.native.ops import NATIVE_ATTENTION, NATIVE_KERNELS
 from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.layers.parallel import AxisGroup
 from routed_experts.models.base.partitioning import ParallelConfig
+from routed_experts.models.base.sharding import AXIS, ModelSharding
 from routed_experts.models.decoder.decoder import embed
 from routed_experts.models.drafts.predictor import Predictor, predictor_partitions
 from routed_experts.models.drafts.predictor_loader import (
@@ -34,7 +35,6 @@ from routed_experts.models.drafts.predictor_loader import (
 )
 from routed_experts.models.loading.checkpoint import Checkpoint
 from routed_experts.models.model_folder import ModelFolder
-from routed_experts.models.sharding import AXIS, ModelSharding
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 

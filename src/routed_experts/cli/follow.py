@@ -24,8 +24,8 @@ from routed_experts.core.server_args import ServerArgs
 
 if TYPE_CHECKING:
     from routed_experts.engine.build.startup_phases import Phase
-    from routed_experts.engine.process_group import AnyGroup
-    from routed_experts.engine.rendezvous import Rendezvous
+    from routed_experts.engine.group.process_group import AnyGroup
+    from routed_experts.engine.group.rendezvous import Rendezvous
     from routed_experts.server.probes import FollowerHealth, ProbeServer
 
 _SERVER_FLAGS = (
@@ -67,7 +67,7 @@ def follow_group(
 ) -> int:
     """Follow until process 0 ends the group, also before all have come; returns 0. A signal asks process 0 to
     drain."""
-    from routed_experts.engine.rendezvous import GroupAbandonedError
+    from routed_experts.engine.group.rendezvous import GroupAbandonedError
 
     values = vars(options)
     flags = _SERVER_FLAGS if "port" in values else ("host", *_SERVER_FLAGS)
@@ -124,7 +124,7 @@ def _follow(
     group = join_processes(args, dist, groups, joined.append)
     _print_phase("rendezvous", time.perf_counter() - since, who)
     from routed_experts.engine.follower import follow
-    from routed_experts.engine.process_group import FollowingGroup
+    from routed_experts.engine.group.process_group import FollowingGroup
 
     assert isinstance(group, FollowingGroup), "of another rank than 0"
 
@@ -144,7 +144,7 @@ def abandon_group(waiting: "Sequence[Rendezvous]", joined: "Sequence[AnyGroup]")
     for rendezvous in waiting:
         rendezvous.abandon()
     for group in joined:
-        from routed_experts.engine.process_group import LeadingGroup
+        from routed_experts.engine.group.process_group import LeadingGroup
 
         if isinstance(group, LeadingGroup):
             group.abandon()
@@ -152,7 +152,7 @@ def abandon_group(waiting: "Sequence[Rendezvous]", joined: "Sequence[AnyGroup]")
 
 def drain_with(group: "AnyGroup", drain: Callable[[], None]) -> None:
     """Call `drain` whenever a follower was asked to end; of process 0."""
-    from routed_experts.engine.process_group import LeadingGroup
+    from routed_experts.engine.group.process_group import LeadingGroup
 
     if isinstance(group, LeadingGroup):
         group.on_drain = drain
@@ -184,7 +184,7 @@ def _start_probes(
 
 
 def _request_drain(group: "AnyGroup") -> None:
-    from routed_experts.engine.process_group import FollowingGroup
+    from routed_experts.engine.group.process_group import FollowingGroup
 
     if isinstance(group, FollowingGroup):
         group.request_drain()

@@ -21,8 +21,8 @@ def check_group(dist: DistConfig) -> int:
     from jax.sharding import Mesh, PartitionSpec
 
     from routed_experts.engine.build.group_start import group_fields
-    from routed_experts.engine.process_group import FollowingGroup, start_group
-    from routed_experts.models.sharding import put_global
+    from routed_experts.engine.group.process_group import FollowingGroup, start_group
+    from routed_experts.models.base.sharding import put_global
 
     since = time.perf_counter()
     fields = group_fields(None, dist, None, None, "none")

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
     from routed_experts.engine.async_engine import AsyncEngine
     from routed_experts.engine.build.startup_phases import Phase
-    from routed_experts.engine.process_group import AnyGroup
-    from routed_experts.engine.rendezvous import Rendezvous
+    from routed_experts.engine.group.process_group import AnyGroup
+    from routed_experts.engine.group.rendezvous import Rendezvous
     from routed_experts.server.state import ServerState
 
 logger = logging.getLogger(__name__)

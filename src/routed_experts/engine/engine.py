@@ -52,8 +52,8 @@ from routed_experts.engine.control.score_control import ScoreControl
 from routed_experts.engine.control.stats import EngineStats, PlacementStats, engine_stats
 from routed_experts.engine.control.weight_control import WeightControl
 from routed_experts.engine.control.weights import Weights
+from routed_experts.engine.group.process_group import LeadingGroup
 from routed_experts.engine.loop.engine_thread import EngineThread
-from routed_experts.engine.process_group import LeadingGroup
 from routed_experts.engine.requests.generation import AsyncGeneration, GenerationCall
 from routed_experts.engine.requests.input_processor import InputProcessor, RequestLimits
 from routed_experts.engine.requests.outputs import RequestOutput, check_stream, stream_outputs

@@ -32,7 +32,7 @@ from routed_experts.engine.build.startup_phases import Phase, PhaseClock
 from routed_experts.engine.control.score import ScoreInputs, ScorePrograms
 from routed_experts.engine.control.served_model import ServedModel
 from routed_experts.engine.control.weights import load_ready, value_digests
-from routed_experts.engine.process_group import DIGEST_STEPS, AnyGroup, FollowingGroup, StepDigests
+from routed_experts.engine.group.process_group import DIGEST_STEPS, AnyGroup, FollowingGroup, StepDigests
 from routed_experts.execution.compilation_cache import enable_compilation_cache
 from routed_experts.execution.forward_batch import StepInputs
 from routed_experts.execution.model_runner import ModelRunner

@@ -33,8 +33,8 @@ from routed_experts.execution.verify import ACCEPTED_COLUMN
 from routed_experts.layers.kv_format import to_stored
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS
 from routed_experts.memory.hugepages import advise_hugepages
+from routed_experts.models.base.sharding import DonatedBuffers, buffer_pointers, put_global
 from routed_experts.models.base.weight_format import format_of, shape_of
-from routed_experts.models.sharding import DonatedBuffers, buffer_pointers, put_global
 
 MAX_WEIGHT_VERSION = 2**31 - 1  # versions of rows are int32
 

@@ -21,8 +21,8 @@ from routed_experts.execution.model_runner import ModelRunner
 from routed_experts.execution.orders import OrderKind
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.execution.spmd import REPLICATED, jit_sharded
+from routed_experts.models.base.sharding import AXIS, DATA_AXIS, put_global
 from routed_experts.models.decoder.replica_maps import CAPACITY, REPLICAS
-from routed_experts.models.sharding import AXIS, DATA_AXIS, put_global
 
 MoeGroup = tuple[str, tuple[int, ...], tuple[str, ...]]  # path of a block, MoE ordinals of its layers, expert arrays
 

@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from routed_experts.layers.cache_layout import GroupedPages
 from routed_experts.memory.kv_pool import HybridPool, KVPoolSpec
-from routed_experts.models.sharding import AXIS, DATA_AXIS
+from routed_experts.models.base.sharding import AXIS, DATA_AXIS
 
 REPLICATED = PartitionSpec()
 # In `in_specs` and `out_specs`: sharded as the mesh says, and a part for each data rank.

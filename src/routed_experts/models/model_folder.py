@@ -26,6 +26,7 @@ from routed_experts.models.base.config_reader import (
     read_json_object,
 )
 from routed_experts.models.base.quantization_config import METHODS, QuantizationConfig
+from routed_experts.models.base.sharding import ModelSharding
 from routed_experts.models.base.weight_format import placed
 from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.decoder.code_selection import CodeSupport, can_retain, select_codes
@@ -57,7 +58,6 @@ from routed_experts.models.loading.virtual_tensors import (
 )
 from routed_experts.models.loading.weight_loader import load_module
 from routed_experts.models.registry import FAMILIES, Family
-from routed_experts.models.sharding import ModelSharding
 
 logger = logging.getLogger(__name__)
 LOAD_FORMATS = ("auto", "dummy")

@@ -21,9 +21,9 @@ from routed_experts.layers.moe import MOE_BACKENDS
 from routed_experts.layers.parallel import AxisGroup, Rerouter
 from routed_experts.layers.quantized import CODE_DTYPES, E4M3, SPANS
 from routed_experts.models.base.interface import PLAIN, RequiredFeatures
+from routed_experts.models.base.sharding import AXIS, DATA_AXIS
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.fused_path import describe_path
-from routed_experts.models.sharding import AXIS, DATA_AXIS
 
 T = TypeVar("T", Kernels, AttentionBackend)
 logger = logging.getLogger(__name__)

@@ -24,10 +24,10 @@ from routed_experts.engine.control.score import Scorer
 from routed_experts.engine.control.served_model import (
     ServedModel,
 )
+from routed_experts.engine.group.process_group import AnyGroup, FollowingGroup, LeadingGroup
 from routed_experts.engine.loop.core import EngineCore
 from routed_experts.engine.loop.rerouting_stats import ReroutingStats
 from routed_experts.engine.loop.speculation import Speculation
-from routed_experts.engine.process_group import AnyGroup, FollowingGroup, LeadingGroup
 from routed_experts.execution.model_runner import ModelRunner
 from routed_experts.execution.replicated_expert_runner import ReplicatedExpertRunner
 from routed_experts.models.base.interface import Decoder

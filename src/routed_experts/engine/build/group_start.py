@@ -21,8 +21,8 @@ from routed_experts.core.placement import ExpertPlacement
 from routed_experts.core.placement_config import PlacementConfig
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.core.speculative_config import SpeculativeConfig
-from routed_experts.engine.process_group import AnyGroup, start_group
-from routed_experts.engine.rendezvous import Rendezvous
+from routed_experts.engine.group.process_group import AnyGroup, start_group
+from routed_experts.engine.group.rendezvous import Rendezvous
 from routed_experts.models.base.config_reader import read_json_object
 from routed_experts.models.base.interface import Decoder
 from routed_experts.models.loading.checkpoint import Checkpoint

@@ -19,10 +19,10 @@ from routed_experts.layers.attention import AttentionBackend
 from routed_experts.layers.kv_format import LayerScales
 from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models.base.interface import Decoder, DecoderConfig
+from routed_experts.models.base.sharding import ModelSharding
 from routed_experts.models.decoder.decoder import decoder_shapes
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.model_folder import ModelFolder
-from routed_experts.models.sharding import ModelSharding
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

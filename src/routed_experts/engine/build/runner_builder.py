@@ -41,7 +41,7 @@ from routed_experts.engine.control.served_model import (
     load_model,
     serve_codes,
 )
-from routed_experts.engine.process_group import AnyGroup
+from routed_experts.engine.group.process_group import AnyGroup
 from routed_experts.execution.absent_tpu import skip_absent_tpu
 from routed_experts.execution.aot_programs import RunnerConfig
 from routed_experts.execution.drafting_runner import DraftingRunner, LoadedDraft
@@ -54,12 +54,12 @@ from routed_experts.execution.spmd import MeshSpecs
 from routed_experts.layers.attention import AttentionBackend
 from routed_experts.layers.delta_rule import DeltaShape
 from routed_experts.models.base.interface import Decoder, DecoderConfig
+from routed_experts.models.base.sharding import ModelSharding
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.fused_path import describe_path
 from routed_experts.models.decoder.replica_maps import moe_groups
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.offload.offloaded_model import OffloadedModel
-from routed_experts.models.sharding import ModelSharding
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.engine.control.expert_load_monitor import ExpertLoadMonitor
 from routed_experts.engine.control.rebalancer import Rebalancer
 from routed_experts.engine.control.served_model import ServedModel
+from routed_experts.engine.group.process_group import LeadingGroup
 from routed_experts.engine.loop.core import EngineCore
-from routed_experts.engine.process_group import LeadingGroup
 from routed_experts.execution.memory_plan import MemoryPlan
 
 

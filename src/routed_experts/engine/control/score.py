@@ -44,7 +44,7 @@ from routed_experts.execution.spmd import (
     sharded_zeros,
 )
 from routed_experts.models.base.interface import TokenRouting
-from routed_experts.models.sharding import put_global
+from routed_experts.models.base.sharding import put_global
 from routed_experts.scheduling.data_ranks import DataRanks
 from routed_experts.scheduling.request_pages import pages_for
 from routed_experts.scheduling.schedule_batch import Req, ReqState

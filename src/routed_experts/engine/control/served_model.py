@@ -13,11 +13,12 @@ from routed_experts.core.errors import CaptureUnsupportedError, ConfigError, Pla
 from routed_experts.core.placement import ExpertPlacement
 from routed_experts.core.placement_config import PlacementConfig, parse_fraction
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.process_group import AnyGroup
+from routed_experts.engine.group.process_group import AnyGroup
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.quantized import E4M3
 from routed_experts.models.base.interface import Decoder, DecoderConfig
 from routed_experts.models.base.partitioning import ParallelConfig
+from routed_experts.models.base.sharding import ModelSharding
 from routed_experts.models.base.weight_format import placed
 from routed_experts.models.decoder.code_selection import NO_CODES, CodeSupport, select_codes
 from routed_experts.models.decoder.coded_arrays import quantized_arrays
@@ -26,7 +27,6 @@ from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.layer_regrouping import regroup
 from routed_experts.models.decoder.replica_maps import capacity_maps, placed_partitions, replica_maps, with_replica_maps
 from routed_experts.models.model_folder import ModelFolder
-from routed_experts.models.sharding import ModelSharding
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

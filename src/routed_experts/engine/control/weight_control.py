@@ -35,7 +35,7 @@ from routed_experts.engine.control.weights import (
     to_state,
     value_digests,
 )
-from routed_experts.engine.process_group import LeadingGroup
+from routed_experts.engine.group.process_group import LeadingGroup
 from routed_experts.execution.orders import OrderKind
 from routed_experts.memory.hugepages import advise_hugepages_beside
 

@@ -27,6 +27,7 @@ from routed_experts.models.base.config_reader import (
     read_json_object,
 )
 from routed_experts.models.base.interface import DecoderConfig
+from routed_experts.models.base.sharding import ModelSharding
 from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.drafts.eagle3_head import Eagle3Config, Eagle3Head, read_eagle3
 from routed_experts.models.drafts.eagle_head import EagleConfig, EagleHead, read_eagle
@@ -34,7 +35,6 @@ from routed_experts.models.drafts.tapped_layers import chosen_outputs, tapped_ou
 from routed_experts.models.drafts.token_map import check_token_map, read_token_map
 from routed_experts.models.loading.checkpoint import Checkpoint, check
 from routed_experts.models.loading.weight_loader import load
-from routed_experts.models.sharding import ModelSharding
 
 DraftConfig = Eagle3Config | EagleConfig
 EagleModel = Eagle3Head | EagleHead

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from routed_experts.core.errors import ConfigError
+from routed_experts.models.base.sharding import ModelSharding
 from routed_experts.models.base.weight_format import placed
 from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.decoder.family_config import FamilyConfig, PredictorSpec
@@ -17,7 +18,6 @@ from routed_experts.models.loading.checkpoint import Checkpoint, check
 from routed_experts.models.loading.dummy_weights import dummy_model
 from routed_experts.models.loading.fused_experts import fuse_experts
 from routed_experts.models.loading.weight_loader import load_module
-from routed_experts.models.sharding import ModelSharding
 
 _UNUSED = ("*rotary_emb.inv_freq",)  # a tensor that follows from the config
 _LISTED = 4  # names in an error

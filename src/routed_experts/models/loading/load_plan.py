@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import Sharding
 
 from routed_experts.core.errors import CheckpointError
+from routed_experts.models.base.sharding import ModelSharding
 from routed_experts.models.base.weight_source import WeightSource
-from routed_experts.models.sharding import ModelSharding
 
 
 @dataclass(frozen=True, slots=True)

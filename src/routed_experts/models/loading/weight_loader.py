@@ -28,12 +28,12 @@ from jax.experimental.layout import Format
 from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import Array, Int, Shaped
 
+from routed_experts.models.base.sharding import ModelSharding
 from routed_experts.models.base.weight_format import weight_format
 from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.loading.checkpoint import Checkpoint
 from routed_experts.models.loading.load_plan import ShardRead, TensorRead, plan_reads, shard_boxes
 from routed_experts.models.loading.quantized_part import QuantizedPart
-from routed_experts.models.sharding import ModelSharding
 
 M = TypeVar("M", bound=nnx.Module)
 

@@ -19,11 +19,11 @@ from jaxtyping import Array, Float, Int
 from routed_experts.core.placement import ResidencyMap
 from routed_experts.layers.expert_slots import ExpertTable
 from routed_experts.layers.lm_head import LmHead
+from routed_experts.models.base.sharding import DonatedBuffers
 from routed_experts.models.base.weight_format import format_of
 from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.offload.layers import LayerGroup, LayerIndex, layer_indices
-from routed_experts.models.sharding import DonatedBuffers
 
 _EXPERT_ARRAYS = ("gate_up", "down")
 

@@ -28,8 +28,8 @@ import numpy as np
 
 from routed_experts.core.dist_config import DistConfig
 from routed_experts.core.errors import ConfigError, MachineError, PeerLostError, ProcessMismatchError
-from routed_experts.engine.rendezvous import Rendezvous, join
-from routed_experts.engine.watchdog import RESTART, Watchdog
+from routed_experts.engine.group.rendezvous import Rendezvous, join
+from routed_experts.engine.group.watchdog import RESTART, Watchdog
 from routed_experts.execution.order_channel import Connection, OrderChannel
 from routed_experts.execution.orders import NO_HEAD, Order, OrderKind
 
