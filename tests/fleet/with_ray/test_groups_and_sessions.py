@@ -87,7 +87,7 @@ def whole(client):
 def test_more_than_the_cluster_has_is_refused_with_what_is_free(cluster, folders):
     address, _ = cluster
     done = run_command(folders / "w0", "--num-replicas", "50", "--ray-address", address)
-    check_refusal(done, 2, "num_replicas=50 do not fit (CPU: 50 needed, 4 free)", "set num_replicas=4")
+    check_refusal(done, 2, "--num-replicas 50 do not fit (CPU: 50 needed, 4 free)", "set --num-replicas 4")
     done = run_command(
         folders / "w0", "--num-replicas", "3", "--nnodes", "2", "--tp-size", "2", "--ray-address", address
     )
@@ -102,7 +102,7 @@ def test_a_model_that_does_not_load_is_one_sentence(cluster, folders):
 
 def test_a_cluster_that_is_not_there_is_one_sentence(folders):
     done = run_command(folders / "w0", "--num-replicas", "2", "--ray-address", "127.0.0.1:9")
-    check_refusal(done, 1, "ray_address='127.0.0.1:9': Ray is not reached")
+    check_refusal(done, 1, "--ray-address '127.0.0.1:9': Ray is not reached")
 
 
 def run_driver(module, cluster, folders, **more):
