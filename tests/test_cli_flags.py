@@ -225,6 +225,10 @@ def test_the_command_ends_with_two_lines(capsys):
         ("Engine(..., page_size=8)", "Engine(..., page_size=8)"),
         ("/models/page_size/page_size.json", "/models/page_size/page_size.json"),
         ("'page_size=0' and head_dim=5", "'page_size=0' and head_dim=5"),
+        ("prompt 'a seed=3, page_size=5' ends", "prompt 'a seed=3, page_size=5' ends"),
+        ("page_size=3 fails; use Engine(..., page_size=4)", "--page-size 3 fails; use Engine(..., page_size=4)"),
+        ("the engine's page_size=3 and tp_size=2", "the engine's --page-size 3 and --tp-size 2"),
+        ("capacity_factor=None is", "capacity_factor=None is"),
     ],
 )
 def test_errors_of_commands_name_flags(text, expected):

@@ -1,4 +1,4 @@
-"""Integers of NumPy are integers of Python everywhere; what only looks like one is refused with its type."""
+"""Parameters and configs take integers of NumPy as they take those of Python; what looks like one is refused."""
 
 import dataclasses
 import json

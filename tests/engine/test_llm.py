@@ -55,6 +55,8 @@ def test_choices_parameters_and_prompts_of_every_kind(llm):
     assert [choice.text for choice in both[0].outputs] == [result["text"] for result in expected]
     assert both[1].outputs[0].text == llm.generate(ids, params[1])[0].outputs[0].text
     assert both[1].prompt is None and both[1].prompt_token_ids == tuple(ids)
+    (of_numpy,) = llm.generate(list(np.array(ids)), params[1])
+    assert of_numpy.prompt_token_ids == tuple(ids), "one prompt, not one of each id"
     assert len(llm.generate("a", SamplingParams(ignore_eos=True))[0].outputs[0].token_ids) == 16, "the default length"
 
 

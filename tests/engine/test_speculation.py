@@ -18,6 +18,7 @@ from oracles.testbeds import other_weights, random_prompt, tiny_testbed
 from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.engine.loop import speculation as speculation_module
 from routed_experts.engine.loop.speculation import MAX_FAILURES, DraftLimits, Speculation
+from routed_experts.scheduling.schedule_batch import ReqState
 from routed_experts.speculation.cost_table import CostTable
 from routed_experts.speculation.drafter import DraftSample
 from routed_experts.speculation.namespace_texts import NamespaceTexts
@@ -307,6 +308,32 @@ def test_counts_of_a_slot_are_those_of_its_accepted_tokens_after_every_step(test
         counted = req.tokens[req.prompt_len : end]
         np.testing.assert_array_equal(generated, np.bincount(counted, minlength=VOCAB_SIZE))
         np.testing.assert_array_equal(prompt, np.isin(np.arange(VOCAB_SIZE), req.tokens[: req.prompt_len]))
+
+
+def test_a_stream_that_loses_its_pages_has_shown_all_that_the_host_knows(testbed):
+    """Two requests need their next page in one step, and there is none. The younger one returns to the queue when that
+    step is scheduled, and the outputs of the step before are made after that."""
+    rng, page = np.random.default_rng(3), SIZES["page_size"]
+    prompts = {rid: random_prompt(rng, page) for rid in ("older", "younger")}
+
+    def both(**options):
+        return [request(rid, prompt, 3 * page, **options) for rid, prompt in prompts.items()]
+
+    plain = testbed.drive()
+    plain.run(*both())
+    known = {rid: (prompt.tolist(), plain.outputs[rid].tokens) for rid, prompt in prompts.items()}
+    drive = testbed.drive(pages=4, speculation=speculation(OracleDrafter(known, 1.0, vocab_size=VOCAB_SIZE)))
+    drive.add(*both(stream=True))
+    num_lost = 0
+    while not drive.core.is_idle:
+        before = {rid: req.num_output for rid, req in drive.reqs.items()}
+        drive.step()
+        for rid, req in drive.reqs.items():
+            if req.state is ReqState.WAITING and req.num_output > before[rid]:
+                num_lost += 1
+                assert len(drive.outputs[rid].tokens) == req.num_output
+    assert num_lost > 0
+    assert all(drive.outputs[rid].tokens == answer for rid, (_, answer) in known.items())
 
 
 def test_the_sums_over_requests_are_the_totals(testbed, alone):

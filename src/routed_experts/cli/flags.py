@@ -43,9 +43,11 @@ _REQUIRED = re.compile(r"\b(?:are|is) required(?:: |$)")  # argparse's own text
 _LONG_VALUE = re.compile(  # in argparse's own text: the repr() of a value longer than errors show
     r"""((?:value|choice): )('(?:[^'\\]|\\.){61,}'|"(?:[^"\\]|\\.){61,}")"""
 )
-_FIELD_VALUE = re.compile(  # in an error: page_size=0, deterministic=True, or a name with an underscore alone
+# In an error: what is quoted and calls, which stay; page_size=0, deterministic=True, a name with an underscore alone
+_FIELD_VALUE = re.compile(
+    r"""(?<!\w)'(?:[^'\\]|\\.)*'|(?<!\w)"(?:[^"\\]|\\.)*"|\w+\(\.\.\.[^)]*\)|"""
     r"""(?<![\w./'"-])"""
-    r"""(?:(?P<name>[a-z][a-z0-9_]*)=(?P<value>True\b|(?!False\b)(?=\S))"""
+    r"""(?:(?P<name>[a-z][a-z0-9_]*)=(?P<value>True\b|(?!False\b|None\b)(?=\S))"""
     r"""|(?P<bare>[a-z][a-z0-9]*_[a-z0-9_]+)(?![\w=/'"(-]))"""
 )
 _WORD = re.compile(r"[\w.-]+")
@@ -105,10 +107,10 @@ class Parser(argparse.ArgumentParser):
         return cast("Parser", self._command_parsers()[command])
 
     def name_flags(self, text: str) -> str:
-        """Name flags in the text of an error where it names fields and keywords: --page-size 0 for page_size=0. A call,
-        such as Engine(...), stays as it is."""
+        """Name flags in the text of an error where it names fields and keywords: --page-size 0 for page_size=0. What is
+        quoted, and a call such as Engine(...), stays as it is."""
         flags = self._flags_by_name()
-        return _FIELD_VALUE.sub(lambda field: _show_flag(field, flags), text) if "(..." not in text else text
+        return _FIELD_VALUE.sub(lambda field: _show_flag(field, flags), text)
 
     def _flags_by_name(self) -> dict[str, str]:
         parsers = [self, *self._command_parsers().values()]

@@ -10,6 +10,7 @@ from typing import Any
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
+from routed_experts.core.integers import is_integer
 from routed_experts.core.record_validation import VersionSpans
 
 MAX_LABEL_CHARS = 256
@@ -55,8 +56,7 @@ def to_label(value: object, *, param: str) -> str:
 
 def int_as_text(value: Any) -> Any:
     """Return an integer as its text, and anything else, an integer that is too long too, as it is."""
-    is_number = isinstance(value, int) and not isinstance(value, bool) and abs(value) < _TOO_LARGE
-    return str(value) if is_number else value
+    return str(int(value)) if is_integer(value) and abs(value) < _TOO_LARGE else value
 
 
 def weight_runs(

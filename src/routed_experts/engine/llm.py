@@ -15,7 +15,7 @@ from routed_experts.core.capture_spec import WeightsDType
 from routed_experts.core.editable_sampling_params import EditableSamplingParams
 from routed_experts.core.error_text import short_repr, suggestion
 from routed_experts.core.errors import PARAM, ConfigError, InvalidRequestError, prompt_index
-from routed_experts.core.integers import to_int
+from routed_experts.core.integers import is_integer, to_int
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from routed_experts.core.keywords import ENGINE_NAMES, REQUEST_NAMES, check_keywords, request_error
 from routed_experts.core.peer_names import OTHER_NAMES
@@ -299,7 +299,7 @@ def _check_conversations(conversations: Sequence[Sequence[Mapping[str, object]]]
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many as a list."""
     value: Any = prompts
-    is_one = isinstance(value, str | Mapping) or (len(value) > 0 and all(isinstance(part, int) for part in value))
+    is_one = isinstance(value, str | Mapping) or (len(value) > 0 and all(map(is_integer, value)))
     prompt_list: list[Prompt] = [value] if is_one else list(value)
     if not prompt_list:
         raise InvalidRequestError("prompts is empty; give at least one", param="prompts")

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import ConfigError
+from routed_experts.core.integers import is_integer
 from routed_experts.formats.metadata import PayloadFormat
 from routed_experts.parsing import resolve_format
 
@@ -126,7 +127,7 @@ def _check_kind(name: str, value: object, default: object) -> None:
     if isinstance(default, bool):
         expected, fits = "True or False", isinstance(value, bool)
     elif isinstance(default, int):
-        expected, fits = "an integer", isinstance(value, int) and not isinstance(value, bool)
+        expected, fits = "an integer", is_integer(value)
     elif isinstance(default, float):
         expected, fits = "a number of seconds", isinstance(value, int | float) and not isinstance(value, bool)
     else:

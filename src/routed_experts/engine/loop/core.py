@@ -414,14 +414,14 @@ class EngineCore:
         return [self._make_output(req) for req in advanced if req.state is ReqState.FINISHED]
 
     def _outputs_to_stream(self, advanced: Iterable[Req]) -> list[TokenIDOut]:
-        """The outputs of streams that go on, where it is time for one. The last token of a stream comes with its end; a
-        request that was retracted meanwhile has its output later."""
+        """The outputs of streams that go on, also of those that were retracted meanwhile, where it is time for one. The
+        last token of a stream comes with its end."""
         now = time.monotonic()
         return [
             self._make_output(req)
             for req in advanced
             if req.source.stream
-            and req.state is ReqState.RUNNING
+            and req.state is not ReqState.FINISHED
             and req.pending_finish is None
             and self.request_table.should_emit(req, now)
         ]

@@ -324,6 +324,7 @@ class EngineThread:
         try:
             outs = self._core.drain().outs
         except Exception as cause:
+            logger.exception("the step in flight has failed")
             explained = self._explain(cause)
             self._cause = self._cause or explained
             raise _dead_error(self._cause) from cause
