@@ -33,11 +33,10 @@ from routed_experts.server.state import ServerState
 FINAL_FLUSH_S = 1.5  # to send the responses of aborted requests
 STEP_GRACE_S = 2.0  # for the step in flight to end, after the shutdown timeout or a second signal
 THREADS_GRACE_S = 5.0  # for the threads of a drained server to end, such as that of a score
-# Seconds after the shutdown timeout, or a second signal, at which
+# Seconds after the shutdown timeout or a second signal (the first two: or after a step that ends later) at which
 ANSWERS_END_S = 1.0  # requests end with an error that have not been answered, such as a score
 SENDING_ENDS_S = 1.3  # connections are cut that have bytes left to send
 EXIT_S = 1.6  # the process ends, whatever its threads do
-MIN_ANSWER_S = 0.2  # for each of the first two, where the step in flight has ended late
 EXIT_DEAD = 3
 logger = logging.getLogger("routed_experts.server")
 
@@ -224,11 +223,12 @@ class ServerProcess:
         self._server.should_exit = True
 
     async def _end_requests(self) -> None:
-        """Let aborted generations answer until ANSWERS_END_S after the deadline. Then end what still runs with an
-        error, and cut the connections of clients that do not read, SENDING_ENDS_S after the deadline."""
+        """Let aborted generations answer for ANSWERS_END_S after the deadline, or from now where the step in flight has
+        ended after it. Then end what still runs with an error, and, SENDING_ENDS_S after the same moment, cut the
+        connections of clients that do not read."""
         loop, idle = asyncio.get_running_loop(), self._middleware.idle
-        answers_end = max(self._deadline + ANSWERS_END_S, loop.time() + MIN_ANSWER_S)
-        sending_ends = max(self._deadline + SENDING_ENDS_S, answers_end + MIN_ANSWER_S)
+        aborted_at = max(self._deadline, loop.time())
+        answers_end, sending_ends = aborted_at + ANSWERS_END_S, aborted_at + SENDING_ENDS_S
         loop.call_at(sending_ends, self._cut_connections)  # also those whose requests have ended
         await _wait_first(idle.wait(), timeout_s=answers_end - loop.time())
         if not idle.is_set():
