@@ -2,6 +2,7 @@
 
 Refusals are raised as errors of HTTP, which name the replicas that refuse."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -10,8 +11,10 @@ from routed_experts.core.weight_version import WeightVersion
 from routed_experts.engine.control.admission_control import parse_pause_mode
 from routed_experts.engine.control.memory_control import MEMORY_TAGS
 from routed_experts.fleet.link import Link
+from routed_experts.fleet.member import TIMED_OUT
 from routed_experts.fleet.messages import (
     Answer,
+    CoordinatorFailed,
     CoordinatorLost,
     FleetStatus,
     Refusal,
@@ -24,6 +27,7 @@ from routed_experts.server.errors import ApiError, unavailable
 
 ASK_S = 10.0
 FLUSH_S = 2 * HOLD_S + 2 * COMMIT_S  # also before an update that finds one under way
+logger = logging.getLogger(__name__)
 _NO_ANSWER = "no replica has answered; try again soon"
 _T = TypeVar("_T")
 
@@ -85,9 +89,14 @@ class FleetClient:
         return _checked(keeper)
 
     async def route(self, tag: str, call: RouteCall) -> RouteAnswer | None:
-        """What one replica answers to a request; None where it refuses or has gone."""
+        """What one replica answers to a request; None where it has gone. Raises ApiError where it does not answer."""
         answer: Answer | None = await self._call("ask", tag, "route", ASK_S, {"call": call}, timeout_s=2 * ASK_S)
-        return answer.value if answer is not None and answer.refusal is None else None
+        if answer is None:
+            return None
+        if answer.refusal is not None and answer.refusal.code == TIMED_OUT:
+            text = f"replica {tag} has not answered within {ASK_S:g} s; try again soon"
+            raise unavailable(text, code="fleet_unavailable")
+        return values_of({tag: answer})[0]
 
     async def version(self) -> WeightVersion:
         """The weights that the fleet serves."""
@@ -110,9 +119,13 @@ class FleetClient:
         return _checked(answers)
 
     async def _call(self, method: str, *arguments: Any, timeout_s: float = ASK_S, **more: Any) -> Any:
-        """Call the coordinator. Raises ApiError (503) without one."""
+        """Call the coordinator. Raises ApiError: 503 without one, 500 where it fails."""
         try:
             return await self._link.call(method, *arguments, timeout_s=timeout_s, **more)
+        except CoordinatorFailed as error:
+            logger.error("the coordinator failed: %s", error)
+            text = "the coordinator of the fleet failed; the log of the replica has the cause"
+            raise ApiError(text, status=500, code="internal_error") from error
         except CoordinatorLost as error:
             text = "the coordinator of the fleet is not reached; it is restarted, so try again soon"
             raise unavailable(text, code="fleet_unavailable") from error

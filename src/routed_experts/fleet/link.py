@@ -10,7 +10,16 @@ from typing import Any, Protocol
 from routed_experts.core.errors import InvalidRequestError, RoutedExpertsError
 from routed_experts.core.weight_version import WeightVersion
 from routed_experts.fleet.member import POLL_S
-from routed_experts.fleet.messages import Answer, CoordinatorLost, Joined, NumberedRows, Refusal, Report, Task
+from routed_experts.fleet.messages import (
+    Answer,
+    CoordinatorFailed,
+    CoordinatorLost,
+    Joined,
+    NumberedRows,
+    Refusal,
+    Report,
+    Task,
+)
 from routed_experts.fleet.stop_clock import StopClock
 
 CALL_S = 10.0
@@ -23,7 +32,7 @@ class Client(Protocol):
     """The coordinator, as another process calls it."""
 
     async def call(self, method: str, *arguments: Any, timeout_s: float, **more: Any) -> Any:
-        """Call a method of Coordinator. Raises CoordinatorLost."""
+        """Call a method of Coordinator. Raises CoordinatorLost; CoordinatorFailed where the method has raised."""
         ...
 
 
@@ -49,6 +58,7 @@ class Link:
         self._running: dict[tuple[str, int], asyncio.Task[None]] = {}  # by instance of the coordinator, and task
         self._loop_task: asyncio.Task[None] | None = None
         self._stop_clock: StopClock | None = None
+        self._has_warned = False  # of a coordinator that calls wait for
 
     @property
     def recent_stop_s(self) -> float | None:
@@ -97,13 +107,21 @@ class Link:
         return await self._client.call(method, *arguments, timeout_s=timeout_s, **more)
 
     async def call_when_reached(self, method: str, *arguments: Any) -> Any:
-        """Call the coordinator, again and again until it is reached: it is restarted within seconds."""
+        """Call the coordinator, again and again until it is reached: it is restarted within seconds. The caller sets a
+        limit of time. Raises CoordinatorFailed where the method raises: it would again."""
         while True:
             try:
-                return await self.call(method, *arguments)
+                result = await self.call(method, *arguments)
+            except CoordinatorFailed:
+                raise
             except CoordinatorLost as error:
-                logger.debug("the coordinator is not reached: %s", error)
+                if not self._has_warned:  # once for all calls that wait
+                    logger.warning("requests wait for the coordinator of the fleet, which is not reached: %s", error)
+                self._has_warned = True
                 await asyncio.sleep(RETRY_S)
+            else:
+                self._has_warned = False
+                return result
 
     async def _run(self) -> None:
         while True:

@@ -19,6 +19,10 @@ class CoordinatorLost(Exception):
     """The coordinator cannot be reached: it has died and is being restarted, or Ray is gone."""
 
 
+class CoordinatorFailed(CoordinatorLost):
+    """A method of the coordinator has raised an error, which it will raise again."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
     """An error that a caller gets: status, stable code and one sentence."""

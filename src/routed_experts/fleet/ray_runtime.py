@@ -9,7 +9,7 @@ from typing import Any
 
 from routed_experts.core.installation import import_optional
 from routed_experts.fleet.coordinator import Coordinator
-from routed_experts.fleet.messages import CoordinatorLost, MemberGone
+from routed_experts.fleet.messages import CoordinatorFailed, CoordinatorLost, MemberGone
 
 NAMESPACE = "routed-experts"
 _COORDINATOR: Mapping[str, Any] = MappingProxyType(
@@ -75,28 +75,33 @@ class CoordinatorClient:
 
     def __init__(self, fleet_id: str, *, num_replicas: int, weight_update_timeout: float) -> None:
         self._ray = import_ray()
-        self._lost = import_ray("ray.exceptions").RayError
+        exceptions = import_ray("ray.exceptions")
+        self._lost, self._failed = exceptions.RayError, exceptions.RayTaskError
         actor = self._ray.remote(CoordinatorActor).options(name=f"fleet:{fleet_id}", **_COORDINATOR)
         self.handle = actor.remote(num_replicas=num_replicas, weight_update_timeout=weight_update_timeout)
 
     async def call(self, method: str, *arguments: Any, timeout_s: float, **more: Any) -> Any:
-        """Call a method. Raises CoordinatorLost."""
+        """Call a method. Raises CoordinatorLost; CoordinatorFailed where the method has raised."""
         try:
             return await asyncio.wait_for(self._remote(method, *arguments, **more), timeout_s)
         except (TimeoutError, self._lost) as error:
-            raise CoordinatorLost(f"{method}: {' '.join(str(error).split())[:300]}") from error
+            raise self._loss(method, error) from error
 
     def call_blocking(self, method: str, *arguments: Any, timeout_s: float, **more: Any) -> Any:
-        """Call a method outside an event loop. Raises CoordinatorLost."""
+        """Call a method outside an event loop. Raises as `call` does."""
         try:
             return self._ray.get(self._remote(method, *arguments, **more), timeout=timeout_s)
         except (TimeoutError, self._lost) as error:
-            raise CoordinatorLost(f"{method}: {' '.join(str(error).split())[:300]}") from error
+            raise self._loss(method, error) from error
 
     def end(self) -> None:
         """End the coordinator."""
         with contextlib.suppress(self._lost, ValueError):  # it is gone
             self._ray.kill(self.handle)
+
+    def _loss(self, method: str, error: Exception) -> CoordinatorLost:
+        kind = CoordinatorFailed if isinstance(error, self._failed) else CoordinatorLost
+        return kind(f"{method}: {' '.join(str(error).split())[:300]}")
 
     def _remote(self, method: str, *arguments: Any, **more: Any) -> Any:
         return getattr(self.handle, method).remote(*arguments, **more)
