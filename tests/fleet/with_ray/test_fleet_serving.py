@@ -125,7 +125,7 @@ def test_deleted_rows_are_gone_everywhere(client):
     assert parse_error(client.get("/v1/routing/nobody"), 404)["code"] == "routing_not_found"
 
 
-def test_an_id_of_a_client_that_looks_like_a_replicas_is_asked_of_all(client):
+def test_rows_of_an_id_of_a_client_that_looks_like_a_replicas_are_found_from_every_replica(client):
     for number, tag in enumerate(("r0", "r1", "r77")):
         name = f"{tag}-{number:032x}"
         generate(client, rid=name, return_routed_experts=True, routed_experts_format="ref")
