@@ -20,6 +20,7 @@ from routed_experts.fleet.fleet_routes import FleetRoutes
 from routed_experts.fleet.messages import CoordinatorLost, Refusal
 from routed_experts.server.errors import ApiError, ClientGone
 from routed_experts.server.limits import ServerSettings
+from routed_experts.server.state import ServerState
 from support.fleet_simulation import BAD, SimulatedMember, join, local_fleet, until
 
 
@@ -642,6 +643,7 @@ def test_while_members_join_again_nothing_is_asked_of_all():
         client.die()
         client.start(was_restarted=True)
         routes, fleet = FleetRoutes(links["r0"], 5.0), FleetClient(links["r0"], 5.0)
+        server = ServerState(ServerSettings(port=0), model_path="tiny")
 
         async def check():
             assert client.coordinator._is_recovering
@@ -652,7 +654,7 @@ def test_while_members_join_again_nothing_is_asked_of_all():
                 fleet.release_memory(None, "retract", 1.0),
                 fleet.resume_memory(None),
                 routes.weight_version(None, None),
-                routes._of_owner(request(path_params={"name": "r1-7"}), None, not_here),
+                routes._of_owner(request(path_params={"name": "r1-7"}), server, not_here),
                 routes.flush_cache(request(), None),
             ):
                 with pytest.raises(ApiError, match="waits for the replicas") as caught:

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import logging
 import types
 
 import numpy as np
@@ -10,9 +11,12 @@ from starlette.requests import Request
 
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.fleet import coordinator as module
-from routed_experts.fleet import rows_keepers
+from routed_experts.fleet import ray_runtime, rows_keepers
+from routed_experts.fleet.fleet_client import FleetClient
 from routed_experts.fleet.fleet_routes import FleetRoutes
 from routed_experts.fleet.kept_rows import KeptRows, longest_kept_s
+from routed_experts.fleet.link import Link
+from routed_experts.fleet.messages import CoordinatorFailed, CoordinatorLost
 from routed_experts.fleet.operations import Operations
 from routed_experts.fleet.rows_keepers import RowsKeepers
 from routed_experts.server.errors import ApiError, to_response
@@ -48,10 +52,10 @@ class RowsFleet:
         server.on_rows_reserved = rows.reserve
         return server
 
-    async def keep(self, tag, name, num_rows, *, owner=""):
-        """A request of this id on this replica, to its end."""
+    async def keep(self, tag, name, num_rows, *, owner="", is_made=False):
+        """A request of this id, of a client or made for it, on this replica, to its end."""
         server = self.servers[tag]
-        entry = server.store.reserve(name, owner=owner, choices=[0])
+        entry = server.store.reserve(name, owner=owner, choices=[0], is_made=is_made)
         await server.reserve_rows(entry)
         record = RoutedExperts(
             ids=np.zeros((num_rows, 1, 2), np.uint8),
@@ -66,13 +70,16 @@ class RowsFleet:
         rows = StoredRows(record=record, token_ids=np.zeros(num_rows + 1, np.int32), owner=owner)
         server.store.fill(entry, 0, rows)
 
-    async def ask(self, tag, name, method="GET", *, owner=""):
-        """What this replica answers: the number of rows, or else the status, or the code of the error."""
+    async def fetch(self, tag, name, method="GET", *, owner=""):
         scope = {"type": "http", "query_string": b"", "headers": [], "state": {"owner": owner}}
         request = Request({**scope, "method": method, "path_params": {"name": name}})
-        routes, server = FleetRoutes(self.links[tag], 5.0), self.servers[tag]
+        routes = FleetRoutes(self.links[tag], 5.0)
+        return await (routes.fetch if method == "GET" else routes.delete)(request, self.servers[tag])
+
+    async def ask(self, tag, name, method="GET", *, owner=""):
+        """What this replica answers: the number of rows, or else the status, or the code of the error."""
         try:
-            response = await (routes.fetch if method == "GET" else routes.delete)(request, server)
+            response = await self.fetch(tag, name, method, owner=owner)
         except ApiError as error:
             return to_response(error).body["error"]["code"]
         if response.status_code >= 400:  # of another replica
@@ -131,16 +138,130 @@ def test_rows_belong_to_the_key_of_the_last_request():
     in_fleet(test)
 
 
-def test_older_rows_that_a_slow_replica_still_has_are_given_to_no_client(monkeypatch):
+@pytest.mark.parametrize(("name", "is_made"), [("mine", False), (MADE, False), (MADE, True), ("r1" + MADE[2:], False)])
+@pytest.mark.parametrize(("first", "second"), [("r0", "r1"), ("r1", "r0")])
+@pytest.mark.parametrize("frozen", ["r0", "r1"])
+def test_older_rows_that_a_slow_replica_still_has_are_given_to_no_client(
+    monkeypatch, name, is_made, first, second, frozen
+):
     async def test(fleet):
-        fleet.freeze_drops(monkeypatch, "r0")
-        await fleet.keep("r0", "mine", 5)
-        await fleet.keep("r1", "mine", 7)
-        assert fleet.num_kept("mine") == 2 and await fleet.ask_each("mine") == [7] * 3
-        assert await fleet.ask("r0", "mine", "DELETE") == 204
-        assert await fleet.ask_each("mine") == ["routing_not_found"] * 3
+        fleet.freeze_drops(monkeypatch, frozen)
+        if is_made:
+            await fleet.keep("r0", name, 3, is_made=True)
+        await fleet.keep(first, name, 5)
+        await fleet.keep(second, name, 7)
+        assert await fleet.ask_each(name) == [7] * 3
+        assert frozen != first or fleet.num_kept(name) == 2
+        await fleet.keep(second, name, 9)
+        assert await fleet.ask_each(name) == [9] * 3
+        assert await fleet.ask("r0", name, "DELETE") == 204
+        assert await fleet.ask_each(name) == ["routing_not_found"] * 3
 
     in_fleet(test)
+
+
+def test_a_made_id_that_a_client_has_given_to_another_replica_is_that_ones(monkeypatch):
+    async def test(fleet):
+        fleet.freeze_drops(monkeypatch, "r0")
+        await fleet.keep("r0", MADE, 5, is_made=True)
+        assert await fleet.ask_each(MADE) == [5] * 3
+        await fleet.keep("r1", MADE, 7)
+        assert await fleet.ask_each(MADE) == [7] * 3
+        fleet.client.die()
+        fleet.client.start(was_restarted=True)
+        await until(lambda: not fleet.client.coordinator._is_recovering)
+        assert await fleet.ask_each(MADE) == [7] * 3
+
+    in_fleet(test)
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+def test_a_replica_that_keeps_the_rows_and_does_not_answer_is_named(monkeypatch, method):
+    monkeypatch.setattr("routed_experts.fleet.fleet_client.ASK_S", 0.1)
+
+    async def test(fleet):
+        async def frozen(**arguments):
+            await asyncio.Event().wait()
+
+        await fleet.keep("r1", "mine", 7)
+        fleet.links["r1"]._operations = {**fleet.links["r1"]._operations, "route": frozen}
+        with pytest.raises(ApiError, match=r"^replica r1 has not answered within 0\.1 s") as caught:
+            await fleet.fetch("r0", "mine", method)
+        assert (caught.value.status, caught.value.code) == (503, "fleet_unavailable")
+
+    in_fleet(test)
+
+
+def test_a_request_waits_within_its_time_and_the_log_has_one_line(caplog):
+    async def test(fleet):
+        fleet.client.die()
+        waiting = [asyncio.create_task(fleet.keep("r0", f"mine-{number}", 5)) for number in range(3)]
+        _, pending = await asyncio.wait(waiting, timeout=0.1)
+        assert len(pending) == 3
+        for task in pending:
+            task.cancel()
+        warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+        assert ["requests wait for the coordinator" in record.message for record in warnings] == [True]
+
+    in_fleet(test)
+
+
+class RayError(Exception):
+    """Ray's own."""
+
+
+class RayTaskError(RayError):
+    """Of a method of an actor."""
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(RayTaskError("no"), CoordinatorFailed), (RayError("no"), CoordinatorLost), (TimeoutError(), CoordinatorLost)],
+)
+def test_an_error_of_a_method_is_told_apart_from_a_loss(monkeypatch, error, expected):
+    class Handle:
+        class method:
+            @staticmethod
+            async def remote():
+                raise error
+
+    class Actor:
+        options = staticmethod(lambda **options: types.SimpleNamespace(remote=lambda **arguments: Handle()))
+
+    def get(work, timeout):
+        work.close()
+        raise error
+
+    ray = types.SimpleNamespace(
+        remote=lambda cls: Actor, RayError=RayError, RayTaskError=RayTaskError, get=get
+    )  # and its exceptions
+    monkeypatch.setattr(ray_runtime, "import_ray", lambda name="ray": ray)
+    client = ray_runtime.CoordinatorClient("x", num_replicas=1, weight_update_timeout=1.0)
+    with pytest.raises(CoordinatorLost) as caught:
+        asyncio.run(client.call("method", timeout_s=5.0))
+    assert type(caught.value) is expected
+    with pytest.raises(CoordinatorLost) as caught:
+        client.call_blocking("method", timeout_s=5.0)
+    assert type(caught.value) is expected
+
+
+def test_an_error_of_the_coordinator_itself_is_not_waited_for():
+    calls = []
+
+    class Failing:
+        async def call(self, method, *arguments, timeout_s, **more):
+            calls.append(method)
+            raise CoordinatorFailed(method)
+
+    async def run():
+        link = Link(Failing(), handle=None, report=None, operations={})
+        with pytest.raises(CoordinatorFailed):
+            await link.call_when_reached("reserve_rows", "mine", "r0", 1.0)
+        with pytest.raises(ApiError, match="failed") as caught:
+            await FleetClient(link, 5.0).rows_keeper("mine")
+        assert (caught.value.status, len(calls)) == (500, 2)
+
+    asyncio.run(run())
 
 
 def test_rows_of_a_replica_that_has_ended_are_gone_also_where_another_has_older_ones(monkeypatch):
@@ -193,8 +314,8 @@ def test_a_request_waits_for_a_coordinator_that_is_restarted_before_it_names_its
 def test_rows_of_an_id_that_the_replica_has_made_need_no_coordinator():
     async def test(fleet):
         fleet.client.die()
-        await fleet.keep("r0", MADE, 5)
-        assert await fleet.ask("r0", MADE) == 5
+        await fleet.keep("r0", MADE, 5, is_made=True)
+        assert await fleet.ask_each(MADE) == [5, "fleet_unavailable", "fleet_unavailable"]
 
     in_fleet(test)
 

@@ -1,11 +1,14 @@
 """Routed experts over HTTP: every dialect carries the rows that the engine recorded, and readers of its peers find
 them."""
 
+import asyncio
 import base64
 import hashlib
 import io
 import json
+import threading
 
+import httpx
 import numpy as np
 import pytest
 
@@ -211,6 +214,57 @@ def test_a_fleet_hears_of_the_rows_before_an_answer_names_them(engine, streamed)
         assert parse_error(server.post("/v1/score", score), 503) and parse_error(server.post("/generate", body), 503)
         server.wait_idle()
         assert not server.state.store.entries(), "nothing is left of calls that were not answered"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/generate", {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 3}}, "rid"),
+        ("/inference/v1/generate", {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 3}}, "request_id"),
+        ("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 3}, "request_id"),
+        ("/v1/score", {"token_ids": [5, 6, 7]}, "request_id"),
+    ],
+)
+def test_a_fleet_hears_whether_an_id_was_made_or_a_client_gave_it(engine, path, body, field):
+    entries = []
+    body = {**body, "return_routed_experts": True, "routed_experts_format": "ref"}
+    with running(engine) as server:
+
+        async def note(entry):
+            entries.append((entry.request_id, entry.is_made))
+
+        server.state.on_rows_reserved = note
+        assert server.post(path, body).status_code == 200
+        made = entries[0][0]  # and given back by a client
+        assert server.post(path, {**body, field: made}).status_code == 200
+        response = server.client.post(path, json=body, headers={"x-request-id": "by-header"})
+        assert response.status_code == 200
+    assert entries == [(made, True), (made, False), ("by-header", False)]
+
+
+def test_a_score_whose_rows_are_not_noted_ends_with_its_time_or_its_client(engine):
+    """The fleet does not answer."""
+    score = {"token_ids": [5, 6, 7], "return_routed_experts": True, "routed_experts_format": "ref"}
+    waiting = threading.Event()
+
+    async def wait(entry):
+        waiting.set()
+        await asyncio.Event().wait()
+
+    for timeout_s in (2.0, 600.0):
+        with running(engine, request_timeout=timeout_s) as server:
+            assert server.post("/v1/score", score).status_code == 200
+            server.state.on_rows_reserved = wait
+            waiting.clear()
+            named = {**score, "request_id": "mine"}
+            if timeout_s < 600.0:
+                assert parse_error(server.post("/v1/score", named), 408)["code"] == "request_timeout"
+            else:
+                with pytest.raises(httpx.ReadTimeout):
+                    server.client.post("/v1/score", json=named, timeout=2.0)
+            assert waiting.is_set()
+            server.wait_idle()
+            assert server.state.store.find("mine") is None
 
 
 @pytest.mark.parametrize("name", ["rid", "request_id"])

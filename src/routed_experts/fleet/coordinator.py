@@ -146,8 +146,8 @@ class Coordinator:
         return number
 
     async def rows_keeper(self, request_id: str) -> RowsKeeper | Refusal | None:
-        """The replica that has met an id last, as far as a client gave it, else the one that has made it; None where
-        there is neither. Refused while some may not have told theirs."""
+        """The replica to which a client gave an id last, else the one that has made it; None where there is neither.
+        Refused while some may not have told theirs."""
         if (refusal := self._unavailable()) is not None:
             return refusal
         tag = self._keepers.get(request_id) or tag_of(request_id)

@@ -21,7 +21,6 @@ from routed_experts.fleet.link import Link
 from routed_experts.fleet.messages import FleetStatus, RouteCall
 from routed_experts.fleet.metrics_text import fleet_metrics, merge
 from routed_experts.fleet.operations import from_answer
-from routed_experts.fleet.request_ids import tag_of
 from routed_experts.server.admin import info_routes, memory_routes, vllm_routes
 from routed_experts.server.admin.control_routes import (
     check_awake,
@@ -46,7 +45,6 @@ from routed_experts.server.protocol import (
     UpdateWeightVersionRequest,
 )
 from routed_experts.server.routing import routes as routing_routes
-from routed_experts.server.routing_store import unknown_rows
 from routed_experts.server.sse import run_until_disconnect
 from routed_experts.server.state import ServerState
 
@@ -317,20 +315,27 @@ class FleetRoutes:
     async def _of_owner(
         self, request: Request, server: ServerState, local: Callable[[], Awaitable[Response]]
     ) -> Response:
-        """Answer from the replica that has made the id, whose tag is in it. Where a client has given the id, perhaps
-        several times: from the replica that has met it last, which the coordinator knows, and from no other."""
-        name, tag = str(request.path_params["name"]), self._link.tag
-        if tag_of(name) == tag and (entry := server.store.find(name)) is not None and entry.number is None:
+        """Answer from the replica to which a client gave the id last, and from no other; where none did, from the one
+        that has made the id, whose tag is in it. The coordinator knows which: every replica asks it each time.
+
+        While the coordinator is not there, this replica gives rows of its own alone, under an id that it made for them.
+        Only then may they be older than those of another replica: where a client has given such an id again, and this
+        replica was not told within DROP_S. Beyond this is what the coordinator does not know: ids above MAX_KEEPERS,
+        and, after its restart, what had been met by a replica that has ended or no longer keeps the rows."""
+        name = str(request.path_params["name"])
+        try:
+            keeper = await self._fleet.rows_keeper(name)
+        except ApiError as error:
+            entry = server.store.find(name)
+            if error.code != "fleet_unavailable" or entry is None or not entry.is_made:
+                raise
             return await local()
-        keeper = await self._fleet.rows_keeper(name)
-        if keeper is None or keeper.tag == tag:
+        if keeper is None or keeper.tag == self._link.tag:
             return await local()
-        if keeper.has_ended:
+        answer = None if keeper.has_ended else await self._fleet.route(keeper.tag, _call(request, _ROUTING))
+        if answer is None:
             text = f"the rows were kept by replica {keeper.tag}, which has ended; run the request again"
             raise ApiError(text, status=404, code="routing_gone")
-        answer = await self._fleet.route(keeper.tag, _call(request, _ROUTING))
-        if answer is None:
-            raise unknown_rows()
         return from_answer(answer)
 
     async def _loads(self, request: Request, server: ServerState) -> list[info_routes.Load]:

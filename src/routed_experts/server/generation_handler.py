@@ -22,6 +22,7 @@ from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.server.errors import ApiError
 from routed_experts.server.limits import INLINE_BYTES, MAX_BACKLOG, ServerSettings
 from routed_experts.server.metrics.finished_request import FinishedRequest
+from routed_experts.server.middleware import has_made_id
 from routed_experts.server.protocol import StreamOptions
 from routed_experts.server.routing.response import (
     PromptRowsIn,
@@ -69,6 +70,7 @@ class GenerationHandler(ABC):
         self._start_time = time.monotonic()
         self._first_token_s: dict[int, float] = {}  # by index of the request
         self._store_entry: StoreEntry | None = None
+        self._has_made_id = False
         self._prompt_rows: RoutedExperts | None = None  # format list: those that are fields of the response
         self._is_closed = False
 
@@ -83,6 +85,7 @@ class GenerationHandler(ABC):
     async def respond(self, request: Request, *, stream: bool) -> Response:
         """Run the call: wait for all of it, or until it is accepted and can be streamed."""
         timeout_s = self._server.settings.request_timeout
+        self._has_made_id = has_made_id(request)
         has_started = False
         try:
             if not stream:
@@ -130,7 +133,7 @@ class GenerationHandler(ABC):
         choices = [index for index, option in enumerate(options) if option.enabled and option.format == "ref"]
         if choices:  # not earlier: a refused call may have the id of a running one
             self._store_entry = self._server.store.reserve(
-                self._options.request_id, owner=self._options.owner, choices=choices
+                self._options.request_id, owner=self._options.owner, choices=choices, is_made=self._has_made_id
             )
             await self._server.reserve_rows(self._store_entry)
 

@@ -168,10 +168,15 @@ def resolve_request_id(request: Request, named: str | None, *, prefix: str, para
         if not REQUEST_ID.fullmatch(named) or named in RESERVED_IDS:
             text = f"{param}={short_repr(named)} must be {REQUEST_ID_RULE}; change it"
             raise InvalidRequestError(text, param=param)
-        state["request_id"] = named
+        state |= {"request_id": named, "client_named_id": True}
     elif not state.get("client_named_id"):
         state["request_id"] = prefix + str(state["request_id"])
     return str(state["request_id"])
+
+
+def has_made_id(request: Request) -> bool:
+    """Whether the id that `resolve_request_id` has returned was made for this call, and is not one of the client."""
+    return not request.scope["state"].get("client_named_id")
 
 
 class _ResponseSender:

@@ -49,18 +49,13 @@ class StoreEntry:
     expected: frozenset[int]  # choices whose rows will be stored
     choices: dict[int, StoredRows]
     expires_at: float = _NEVER  # by the clock; set when the last choice was stored
+    is_made: bool = False  # the server made the id for this call; else a client gave it, perhaps several times
     number: int | None = None  # in a fleet: of this reservation among those of all replicas
 
     @property
     def is_complete(self) -> bool:
         """Whether the rows of every expected choice are stored."""
         return self.choices.keys() == self.expected
-
-
-def unknown_rows() -> ApiError:
-    """The error for an id without rows."""
-    text = "no rows are kept under this id: unknown, freed or expired (--routing-store-ttl)"
-    return ApiError(text, status=404, code="routing_not_found")
 
 
 class RoutingStore:
@@ -80,10 +75,12 @@ class RoutingStore:
         self._entries: collections.OrderedDict[str, StoreEntry] = collections.OrderedDict()
         self.nbytes = 0
 
-    def reserve(self, request_id: str, *, owner: str, choices: Collection[int]) -> StoreEntry:
-        """Open an entry for the rows of `choices` of a call; an earlier entry of the same id is dropped."""
+    def reserve(self, request_id: str, *, owner: str, choices: Collection[int], is_made: bool = False) -> StoreEntry:
+        """Open an entry for the rows of `choices` of a call; an earlier entry of the same id is dropped. `is_made`:
+        as in StoreEntry."""
         self._drop(request_id)
-        entry = StoreEntry(request_id=request_id, owner=owner, expected=frozenset(choices), choices={})
+        expected = frozenset(choices)
+        entry = StoreEntry(request_id=request_id, owner=owner, expected=expected, choices={}, is_made=is_made)
         self._entries[request_id] = entry
         return entry
 
@@ -164,7 +161,8 @@ class RoutingStore:
         self.expire()
         entry = self._entries.get(request_id)
         if entry is None:
-            raise unknown_rows()
+            text = "no rows are kept under this id: unknown, freed or expired (--routing-store-ttl)"
+            raise ApiError(text, status=404, code="routing_not_found")
         if entry.owner != owner:
             text = "these rows belong to another key; use that one"
             raise ApiError(text, status=403, code="routing_of_another_key")

@@ -29,7 +29,7 @@ from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.server.body import ParsedBody, ignored_params_header, json_response, read_body
 from routed_experts.server.executors import run_in_thread_if_large
 from routed_experts.server.limits import MAX_SCORED_SEQUENCES, MAX_SCORED_TOKENS, SCORE_CHUNK_TOKENS
-from routed_experts.server.middleware import request_owner, resolve_request_id
+from routed_experts.server.middleware import has_made_id, request_owner, resolve_request_id
 from routed_experts.server.protocol import RoutingFields, ScoreRequest
 from routed_experts.server.routing.response import (
     check_list_size,
@@ -83,14 +83,18 @@ async def score(request: Request, server: ServerState) -> Response:
             for index, (output, option) in enumerate(zip(outputs, options, strict=True))
         ]
 
+    async def score_and_record() -> tuple[list[ScoreOutput], list[dict[str, object]]]:
+        outputs, data = await server.score_executor.run(work)
+        if options[0].enabled:
+            await _record_sent(server, request, request_id, outputs, options[0])
+        return outputs, data
+
     try:
         outputs, data = await run_until_disconnect(
-            request, server.score_executor.run(work), timeout_s=server.settings.request_timeout
+            request, score_and_record(), timeout_s=server.settings.request_timeout
         )
     finally:
         cancelled.set()
-    if options[0].enabled:
-        await _record_sent(server, request_id, request_owner(request), outputs, options[0])
     num_tokens = sum(len(ids) for ids in sequences)
     response = {
         "id": request_id,
@@ -304,15 +308,16 @@ def _render(index: int, output: ScoreOutput, options: RoutingOptions, url: str) 
 
 async def _record_sent(
     server: ServerState,
+    request: Request,
     request_id: str,
-    owner: str,
     outputs: Sequence[ScoreOutput],
     options: RoutingOptions,
 ) -> None:
     """Count the rows that are sent, and store those that will be fetched."""
-    entry = None
+    entry, owner = None, request_owner(request)
     if options.format == "ref":
-        entry = server.store.reserve(request_id, owner=owner, choices=range(len(outputs)))
+        choices = range(len(outputs))
+        entry = server.store.reserve(request_id, owner=owner, choices=choices, is_made=has_made_id(request))
         try:
             await server.reserve_rows(entry)
         except BaseException:
