@@ -91,7 +91,8 @@ def test_more_than_the_cluster_has_is_refused_with_what_is_free(cluster, folders
     done = run_command(
         folders / "w0", "--num-replicas", "3", "--nnodes", "2", "--tp-size", "2", "--ray-address", address
     )
-    check_refusal(done, 2, "--num-replicas 3 of 2 processes each do not fit (CPU: 6 needed, 4 free)", "set --num-replicas 2")
+    too_many = "--num-replicas 3 of 2 processes each do not fit (CPU: 6 needed, 4 free)"
+    check_refusal(done, 2, too_many, "set --num-replicas 2")
 
 
 def test_a_model_that_does_not_load_is_one_sentence(cluster, folders):
