@@ -5,7 +5,7 @@ A bool is none, and neither is a float without a fraction."""
 import functools
 import numbers
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import ConfigError
@@ -13,7 +13,7 @@ from routed_experts.core.errors import ConfigError
 _T = TypeVar("_T")
 
 
-def is_integer(value: object) -> bool:
+def is_integer(value: object) -> TypeGuard[int]:
     """Whether a value is an integer of Python or NumPy, and no bool."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
@@ -32,7 +32,7 @@ def to_int(
 
     Raises `error` of a text with the name, the value, the limits and a fix. `meaning` describes the limits. Without
     `fix` the text says in which direction the value is wrong."""
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+    if is_integer(value):
         number = int(value)
         if number >= low and (high is None or number <= high):
             return number
@@ -61,4 +61,4 @@ def with_python_integers(cls: type[_T]) -> type[_T]:
 def _to_python(value: object) -> object:
     if isinstance(value, tuple):
         return tuple(map(_to_python, value)) if type(value) is tuple else value
-    return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else value
+    return int(value) if is_integer(value) else value

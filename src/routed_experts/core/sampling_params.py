@@ -309,7 +309,7 @@ def _check_int(param: str, value: object, low: int, high: int, fix: str = "") ->
 
 
 def _is_int(value: object, low: int, high: int) -> bool:
-    return isinstance(value, numbers.Integral) and is_integer(value) and low <= int(value) <= high
+    return is_integer(value) and low <= int(value) <= high
 
 
 def _check_float(param: str, value: object, low: float, high: float, *, above_low: bool = False, fix: str = "") -> None:

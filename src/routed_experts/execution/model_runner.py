@@ -349,8 +349,8 @@ class ModelRunner:
         if self.spec.piggyback_row_words and rows is None:
             rows = sampled
         elif is_verify and rows is not None:
-            # The next step often waits for this result. With its rows off the device it finds the memory that this one
-            # had, and XLA launches the same graphs again, where it would first write other addresses into them.
+            # The next step often waits for this result. Rows that stay on the device until it runs take turns at two
+            # addresses, and XLA writes the new one into its launch graphs while the device waits (seen on an H200).
             rows = np.asarray(rows)
         return StepResult(
             tokens=sampled[:, 0],

@@ -27,13 +27,13 @@ from routed_experts.fleet.messages import (
     NumberedRows,
     Refusal,
     Report,
-    RowsKeeper,
+    RowLocation,
     Task,
     describe_version,
     describe_weights,
 )
 from routed_experts.fleet.request_ids import tag_of
-from routed_experts.fleet.rows_keepers import RowsKeepers
+from routed_experts.fleet.row_directory import RowDirectory
 
 PROBE_INTERVAL_S = 0.5
 REJOIN_S = 10.0  # in which the members of a coordinator that was restarted come back
@@ -66,7 +66,7 @@ class Coordinator:
         self._task_ids = itertools.count()
         # A replica that has died with the coordinator before this one may have had any tag: the clock is beyond all.
         self._next_tag = int(time.time()) if was_restarted else 0
-        self._keepers = RowsKeepers(first=time.time_ns() if was_restarted else 0, clock=time.monotonic)
+        self._row_directory = RowDirectory(first=time.time_ns() if was_restarted else 0, clock=time.monotonic)
         self._last_count = 0  # of all updates that a replica has met, also of those that were refused
         self._version = WeightVersion()  # until a replica joins, which tells its label
         self._path: str | None = None
@@ -88,7 +88,7 @@ class Coordinator:
         rows that it keeps. `handle`: its actor, in a list. A new one waits for an update that is under way."""
         if tag is not None:
             if rows is not None:
-                self._keepers.add(tag, rows.numbers, rows.keep_s)
+                self._row_directory.add(tag, rows.numbers, rows.retention_s)
             self._rejoin(tag, report, handle[0])
             return self._joined(tag)
         if self._is_recovering:
@@ -135,23 +135,23 @@ class Coordinator:
         """The version of the fleet's weights; refused while the replicas, which tell it, join again."""
         return self._unavailable() or self._version
 
-    async def reserve_rows(self, request_id: str, tag: str, keep_s: float) -> int:
-        """Note a replica as the one that keeps the rows of an id that a client gave, for `keep_s` at most; the one
+    async def reserve_rows(self, request_id: str, tag: str, retention_s: float) -> int:
+        """Note a replica as the one that keeps the rows of an id that a client gave, for `retention_s` at most; the one
         before drops those of an earlier request. Returns the number of the reservation."""
-        number, former = self._keepers.reserve(request_id, tag, keep_s)
+        number, former = self._row_directory.reserve(request_id, tag, retention_s)
         others = {former, tag_of(request_id)} - {tag}  # the latter has made the id
         arguments = {"request_id": request_id, "before": number}
         members = [member for other, member in self._members.items() if other in others]
         await ask_members(members, "drop_rows", DROP_S, arguments)
         return number
 
-    async def rows_keeper(self, request_id: str) -> RowsKeeper | Refusal | None:
+    async def locate_rows(self, request_id: str) -> RowLocation | Refusal | None:
         """The replica to which a client gave an id last, else the one that has made it; None where there is neither.
         Refused while some may not have told theirs."""
         if (refusal := self._unavailable()) is not None:
             return refusal
-        tag = self._keepers.get(request_id) or tag_of(request_id)
-        return None if tag is None else RowsKeeper(tag, has_ended=tag not in self._members)
+        tag = self._row_directory.get(request_id) or tag_of(request_id)
+        return None if tag is None else RowLocation(tag, has_ended=tag not in self._members)
 
     async def serving(self) -> tuple[str, ...] | None:
         """The members that have the version of the fleet; None while members of the coordinator before this one join

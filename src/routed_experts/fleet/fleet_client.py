@@ -20,7 +20,7 @@ from routed_experts.fleet.messages import (
     Refusal,
     RouteAnswer,
     RouteCall,
-    RowsKeeper,
+    RowLocation,
 )
 from routed_experts.fleet.two_phase import COMMIT_S, HOLD_S
 from routed_experts.server.errors import ApiError, unavailable
@@ -83,10 +83,10 @@ class FleetClient:
         answers: dict[str, Answer] | Refusal = await self._call("flush", drafts=drafts, timeout_s=FLUSH_S)
         return sum(values_of(_checked(answers)))
 
-    async def rows_keeper(self, request_id: str) -> RowsKeeper | None:
+    async def locate_rows(self, request_id: str) -> RowLocation | None:
         """The replica that keeps the rows of an id, if one does; None: of an id that no request had."""
-        keeper: RowsKeeper | Refusal | None = await self._call("rows_keeper", request_id)
-        return _checked(keeper)
+        location: RowLocation | Refusal | None = await self._call("locate_rows", request_id)
+        return _checked(location)
 
     async def route(self, tag: str, call: RouteCall) -> RouteAnswer | None:
         """What one replica answers to a request; None where it has gone. Raises ApiError where it does not answer."""

@@ -114,11 +114,11 @@ class FleetRoutes:
     async def fetch(self, request: Request, server: ServerState) -> Response:
         """The rows of one choice, from the replica that keeps them: a .npy of the canonical ids, or ?format=safetensors
         with the token ids beside them. Parts by Range."""
-        return await self._of_owner(request, server, lambda: routing_routes.fetch(request, server))
+        return await self._from_location(request, server, lambda: routing_routes.fetch(request, server))
 
     async def delete(self, request: Request, server: ServerState) -> Response:
         """Free the rows of a request, on the replica that keeps them."""
-        return await self._of_owner(request, server, lambda: routing_routes.delete(request, server))
+        return await self._from_location(request, server, lambda: routing_routes.delete(request, server))
 
     async def stats(self, request: Request, server: ServerState) -> Response:
         """How often each expert was chosen, summed over the replicas, since the start or the last reset."""
@@ -312,7 +312,7 @@ class FleetRoutes:
         version = await self._update(request, None, label, "keep", abort_first=aborts)
         return json_response({"success": True, "message": "updated", "new_version": version.label, **version.to_json()})
 
-    async def _of_owner(
+    async def _from_location(
         self, request: Request, server: ServerState, local: Callable[[], Awaitable[Response]]
     ) -> Response:
         """Answer from the replica to which a client gave the id last, and from no other; where none did, from the one
@@ -320,21 +320,21 @@ class FleetRoutes:
 
         While the coordinator is not there, this replica gives rows of its own alone, under an id that it made for them.
         Only then may they be older than those of another replica: where a client has given such an id again, and this
-        replica was not told within DROP_S. Beyond this is what the coordinator does not know: ids above MAX_KEEPERS,
+        replica was not told within DROP_S. Beyond this is what the coordinator does not know: ids above MAX_LOCATIONS,
         and, after its restart, what had been met by a replica that has ended or no longer keeps the rows."""
         name = str(request.path_params["name"])
         try:
-            keeper = await self._fleet.rows_keeper(name)
+            location = await self._fleet.locate_rows(name)
         except ApiError as error:
             entry = server.store.find(name)
             if error.code != "fleet_unavailable" or entry is None or not entry.is_made:
                 raise
             return await local()
-        if keeper is None or keeper.tag == self._link.tag:
+        if location is None or location.tag == self._link.tag:
             return await local()
-        answer = None if keeper.has_ended else await self._fleet.route(keeper.tag, _call(request, _ROUTING))
+        answer = None if location.has_ended else await self._fleet.route(location.tag, _call(request, _ROUTING))
         if answer is None:
-            text = f"the rows were kept by replica {keeper.tag}, which has ended; run the request again"
+            text = f"the rows were kept by replica {location.tag}, which has ended; run the request again"
             raise ApiError(text, status=404, code="routing_gone")
         return from_answer(answer)
 

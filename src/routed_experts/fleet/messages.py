@@ -80,7 +80,7 @@ class Joined:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RowsKeeper:
+class RowLocation:
     """The replica that keeps the rows of an id, if one does, and whether it has ended."""
 
     tag: str
@@ -92,7 +92,7 @@ class NumberedRows:
     """The reservations of rows that a coordinator has numbered, by id, and the seconds for which they may be kept."""
 
     numbers: Mapping[str, int]
-    keep_s: float
+    retention_s: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

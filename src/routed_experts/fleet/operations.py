@@ -15,8 +15,8 @@ from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.core.weight_version import WeightVersion
 from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.engine.engine import Engine
-from routed_experts.fleet.kept_rows import KeptRows
 from routed_experts.fleet.messages import RouteAnswer, RouteCall
+from routed_experts.fleet.row_reservations import RowReservations
 from routed_experts.fleet.weight_member import WeightMember
 from routed_experts.server.admin import memory_routes, vllm_routes
 from routed_experts.server.admin.control_routes import folder_under_root, pause_engine
@@ -71,7 +71,7 @@ class Operations:
         self,
         server: ServerState,
         weights: WeightMember,
-        rows: KeptRows,
+        rows: RowReservations,
         *,
         drain: Callable[[float], Awaitable[None]],
         proxy: str,

@@ -21,12 +21,12 @@ from routed_experts.engine.engine import Engine
 from routed_experts.execution.absent_tpu import skip_absent_tpu
 from routed_experts.fleet.fleet_routes import fleet_table
 from routed_experts.fleet.follower_actor import start_followers
-from routed_experts.fleet.kept_rows import KeptRows, longest_kept_s
 from routed_experts.fleet.link import Link, to_refusal
 from routed_experts.fleet.messages import CoordinatorLost
 from routed_experts.fleet.operations import Operations, weight_member
 from routed_experts.fleet.ray_runtime import CoordinatorClient, actor_id, import_ray
 from routed_experts.fleet.request_ids import RequestIds, request_id_maker
+from routed_experts.fleet.row_reservations import RowReservations, max_retention_s
 from routed_experts.fleet.serve_environment import HAPROXY, PYTHON_PROXY, check_proxy
 from routed_experts.fleet.spec import ReplicaSpec
 from routed_experts.server.app import make_app
@@ -93,7 +93,7 @@ class Replica:
             )
             server.set_ready(AsyncEngine(engine))
             weights = weight_member(engine, spec.server)
-            rows = KeptRows(server.store, keep_s=longest_kept_s(spec.server))
+            rows = RowReservations(server.store, retention_s=max_retention_s(spec.server))
             operations = Operations(server, weights, rows, drain=self._drain, proxy=proxy)
             self._link = link = Link(
                 client,

@@ -11,14 +11,14 @@ from starlette.requests import Request
 
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.fleet import coordinator as module
-from routed_experts.fleet import ray_runtime, rows_keepers
+from routed_experts.fleet import ray_runtime, row_directory
 from routed_experts.fleet.fleet_client import FleetClient
 from routed_experts.fleet.fleet_routes import FleetRoutes
-from routed_experts.fleet.kept_rows import KeptRows, longest_kept_s
 from routed_experts.fleet.link import Link
 from routed_experts.fleet.messages import CoordinatorFailed, CoordinatorLost
 from routed_experts.fleet.operations import Operations
-from routed_experts.fleet.rows_keepers import RowsKeepers
+from routed_experts.fleet.row_directory import RowDirectory
+from routed_experts.fleet.row_reservations import RowReservations, max_retention_s
 from routed_experts.server.errors import ApiError, to_response
 from routed_experts.server.limits import ServerSettings
 from routed_experts.server.routing_store import StoredRows
@@ -44,7 +44,7 @@ class RowsFleet:
     @staticmethod
     def _server(link, member):
         server = ServerState(ServerSettings(port=0), model_path="tiny", version="0")
-        rows = KeptRows(server.store, keep_s=longest_kept_s(server.settings))
+        rows = RowReservations(server.store, retention_s=max_retention_s(server.settings))
         own = Operations(server, member.weights, rows, drain=None, proxy="").by_name()
         link._operations = {**link._operations, "route": own["route"], "drop_rows": own["drop_rows"]}
         link._rows = rows.numbered
@@ -258,7 +258,7 @@ def test_an_error_of_the_coordinator_itself_is_not_waited_for():
         with pytest.raises(CoordinatorFailed):
             await link.call_when_reached("reserve_rows", "mine", "r0", 1.0)
         with pytest.raises(ApiError, match="failed") as caught:
-            await FleetClient(link, 5.0).rows_keeper("mine")
+            await FleetClient(link, 5.0).locate_rows("mine")
         assert (caught.value.status, len(calls)) == (500, 2)
 
     asyncio.run(run())
@@ -342,20 +342,20 @@ def test_a_drop_that_comes_late_leaves_newer_rows(monkeypatch):
     in_fleet(test)
 
 
-def test_keepers_are_forgotten_when_no_rows_can_be_kept_any_more(monkeypatch):
+def test_locations_are_forgotten_when_no_rows_can_be_kept_any_more(monkeypatch):
     clock = types.SimpleNamespace(now=0.0)
-    keepers = RowsKeepers(first=7, clock=lambda: clock.now)
-    assert keepers.reserve("a", "r0", 10.0) == (7, None)
+    directory = RowDirectory(first=7, clock=lambda: clock.now)
+    assert directory.reserve("a", "r0", 10.0) == (7, None)
     clock.now = 5.0
-    assert keepers.reserve("b", "r0", 10.0) == (8, None)
-    assert keepers.reserve("a", "r1", 10.0) == (9, "r0")
+    assert directory.reserve("b", "r0", 10.0) == (8, None)
+    assert directory.reserve("a", "r1", 10.0) == (9, "r0")
     clock.now = 14.9
-    assert (keepers.get("a"), keepers.get("b")) == ("r1", "r0")
-    keepers.add("r2", {"a": 8, "c": 3}, 10.0)
-    assert (keepers.get("a"), keepers.get("c")) == ("r1", "r2"), "8 is older than 9"
+    assert (directory.get("a"), directory.get("b")) == ("r1", "r0")
+    directory.add("r2", {"a": 8, "c": 3}, 10.0)
+    assert (directory.get("a"), directory.get("c")) == ("r1", "r2"), "8 is older than 9"
     clock.now = 15.0
-    assert (keepers.get("a"), keepers.get("b"), keepers.get("c")) == (None, None, "r2")
-    monkeypatch.setattr(rows_keepers, "MAX_KEEPERS", 2)
-    keepers.reserve("d", "r0", 10.0)
-    keepers.reserve("e", "r0", 10.0)
-    assert (keepers.get("c"), keepers.get("d"), keepers.get("e")) == (None, "r0", "r0")
+    assert (directory.get("a"), directory.get("b"), directory.get("c")) == (None, None, "r2")
+    monkeypatch.setattr(row_directory, "MAX_LOCATIONS", 2)
+    directory.reserve("d", "r0", 10.0)
+    directory.reserve("e", "r0", 10.0)
+    assert (directory.get("c"), directory.get("d"), directory.get("e")) == (None, "r0", "r0")
