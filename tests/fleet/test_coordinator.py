@@ -654,7 +654,7 @@ def test_while_members_join_again_nothing_is_asked_of_all():
                 fleet.release_memory(None, "retract", 1.0),
                 fleet.resume_memory(None),
                 routes.weight_version(None, None),
-                routes._of_owner(request(path_params={"name": "r1-7"}), server, not_here),
+                routes._from_location(request(path_params={"name": "r1-7"}), server, not_here),
                 routes.flush_cache(request(), None),
             ):
                 with pytest.raises(ApiError, match="waits for the replicas") as caught:
