@@ -71,6 +71,10 @@ class FixedPolicy:
         """All drafts, or none."""
         return [survival.size if self.verifies else 0 for survival in survivals]
 
+    def choose_ahead(self, survivals: Any, num_requests: int, *, joined_gain: float) -> list[int]:
+        """All drafts, or none."""
+        return self.choose(survivals, num_requests)
+
     def tried(self, **_: Any) -> None:
         """Nothing is learned."""
 
@@ -186,7 +190,7 @@ def main() -> None:
                 for mode in reversed(modes) if turn % 2 else modes:  # "ahead" comes first: "given" has its drafts
                     core, policy.drafts, policy.verifies = modes[mode]
                     is_ahead = mode in ("ahead", "given")
-                    scheduler.schedule_ahead = schedule_ahead if is_ahead else lambda num_drafts: None
+                    scheduler.schedule_ahead = schedule_ahead if is_ahead else lambda *_: None
                     programs.set(given=mode == "given")
                     took = time_mode(core, batch, turn, config.vocab_size)
                     if turn:

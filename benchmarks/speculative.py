@@ -13,9 +13,10 @@ prompt token to its last answer, capture on and asked in all but "capture off".
 random: nothing predicts the answer. copy and edit: the answer is the prompt in pieces of 16 tokens, with 4 new ones
 between two. oracle: a drafter that is right with probability 0.8, three drafts. rollouts: the answer is remembered, as
 of an epoch with the same weights and seeds; old rollouts: one token in ten of it has changed since. device: three
-drafts that are on the device and cost nothing, right with probability 0.8 whatever the model samples; steps are
-verified ahead, and in "joined" after the host has read the one before. `tokens a step` is of a request, and `bound` is
-that over the cost of a step with so many tokens, by the table that the engine measured at start."""
+drafts that are on the device and cost nothing, right with probability 0.8 whatever the model samples. With --joined
+each of these engines has a second one, whose steps all wait until the host has read the one before. `tokens a step` is
+of a request, and `bound` is that over the cost of a step with so many tokens, without a wait for the host, by the table
+that the engine measured at start."""
 
 import argparse
 import dataclasses
@@ -35,6 +36,7 @@ from common import Prompts, benchmark_model, print_table, progress, write_result
 from safetensors.numpy import save_file
 
 from capture import dummy_model
+from routed_experts.core.buckets import continuation_size
 from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch, StepResult
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.core.speculative_config import SpeculativeConfig
@@ -42,18 +44,21 @@ from routed_experts.engine.build.builder import build_engine
 from routed_experts.engine.control.components import EngineComponents
 from routed_experts.engine.loop.core import EngineCore
 from routed_experts.engine.loop.speculation import DraftLimits, Speculation
+from routed_experts.execution.forward_batch import BatchShape, unpack
+from routed_experts.layers.acceptance import count_accepted
 from routed_experts.scheduling.schedule_batch import Req
 from routed_experts.speculation.draft_policy import DraftPolicy
 from routed_experts.speculation.drafter import Draft, DraftSample, DraftSequence
 
 COPIED, EDITED = 16, 4  # tokens of a piece of "copy and edit"
+JOINED = ", joined"  # of an engine's name: none of its steps is ahead of the host
 ENGINES = {
-    "oracle": ("oracle",),
-    "rollouts": ("rollouts",),
-    "old rollouts": ("rollouts",),
+    "oracle": ("oracle", "oracle, joined"),
+    "rollouts": ("rollouts", "rollouts, joined"),
+    "old rollouts": ("rollouts", "rollouts, joined"),
     "device": ("device", "device, joined"),
 }  # beside "off", by load; of other loads:
-COPYING = ("ngram", "ngram, capture off")
+COPYING = ("ngram", "ngram, joined", "ngram, capture off")
 ALPHA, ORACLE_DRAFTS = 0.8, 3
 DRAFT_MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -74,35 +79,61 @@ LOADS = ("random", "copy and edit", "oracle", "rollouts", "old rollouts", "devic
 
 
 class GivenText:
-    """A runner of one data rank whose steps sample the answers that are given: the others of a step's results stay."""
+    """A runner of one data rank whose steps sample the answers that are given: the others of a step's results stay. A
+    program more a verify step counts the accepted drafts for the device."""
 
     def __init__(self, core: EngineCore, width: int) -> None:
         self._inner: Any = core.runner
         self._core = core
         slots = core.runner.config.num_request_slots
         self._texts = np.zeros((slots, width), np.int32)
+        self._device_texts = jnp.asarray(self._texts)
+        self._starts = np.zeros(slots, np.int32)  # where each slot stands after its last verify step
         self._owners: list[Req | None] = [None] * slots
         self.answers: dict[str, np.ndarray] = {}  # by request id: prompt and answer
+        programs, num_drafts = self._inner._programs, self._inner.spec.num_drafts
+        for key, program in tuple(programs.items()):
+            if key[0] == "accept":
+                count = jax.jit(functools.partial(count_given, shape=key[1], num_drafts=num_drafts))
+                programs[key] = functools.partial(self._accept, program, count)
         core.runner = self  # type: ignore[assignment]
+
+    def _accept(self, program: Any, count: Any, *inputs: Any) -> tuple[Any, ...]:
+        _, _, words, tokens, *_ = inputs
+        last_tokens, sampled, _ = program(*inputs)
+        return last_tokens, sampled, count(words, tokens, self._device_texts)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def dispatch(self, batches: Sequence[ModelWorkerBatch]) -> Any:
         """Note the texts of new requests, then dispatch."""
-        for req in self._core.ranks.running:
-            if self._owners[req.slot] is not req:
-                self._owners[req.slot] = req
-                text = self.answers[req.rid]
-                self._texts[req.slot, : text.size] = text
+        new = [req for req in self._core.ranks.running if self._owners[req.slot] is not req]
+        for req in new:
+            self._owners[req.slot] = req
+            text = self.answers[req.rid]
+            self._texts[req.slot, : text.size] = text
+        if new:
+            self._device_texts = jnp.asarray(self._texts.copy())
         return self._inner.dispatch(batches)
 
     def read(self, pending: Any) -> list[StepResult]:
         """The results, with the tokens of the texts, which are looked up while the step runs."""
         (batch,) = pending.batches
-        given = self._given(batch)
+        given = self._given(self._located(batch) if batch.is_ahead else batch)
         (result,) = self._inner.read(pending)
         return [dataclasses.replace(result, **given)]
+
+    def _located(self, batch: ModelWorkerBatch) -> ModelWorkerBatch:
+        """A batch that is ahead with the positions and drafts that the device gives it."""
+        assert batch.continuations is not None
+        rows = batch.token_rows[: batch.num_tokens]
+        positions, ids = batch.positions.copy(), batch.token_ids.copy()
+        positions[: batch.num_tokens] += self._starts[batch.request_slots[rows]]
+        index = positions[: batch.num_tokens] - batch.continuations[rows, 0]
+        last = batch.continuations.shape[1] - 2
+        ids[: batch.num_tokens] = batch.continuations[rows, 1 + np.clip(index, 0, last)]
+        return dataclasses.replace(batch, positions=positions, token_ids=ids)
 
     def _given(self, batch: ModelWorkerBatch) -> dict[str, np.ndarray]:
         if batch.mode is not ForwardMode.TARGET_VERIFY:
@@ -113,7 +144,16 @@ class GivenText:
         differs[starts[1:] - 1] = True  # the last row of a request
         ends = np.flatnonzero(differs)
         accepted = (ends[np.searchsorted(ends, starts[:-1])] - starts[:-1]).astype(np.int32)
+        self._starts[batch.request_slots[: batch.num_requests]] = batch.positions[starts[:-1]] + accepted + 1
         return {"tokens": tokens, "accepted": accepted}
+
+
+def count_given(words: Any, tokens: Any, texts: Any, *, shape: BatchShape, num_drafts: int) -> Any:
+    """The accepted drafts of each request of a verify step, [B]: those that the text of its slot has."""
+    batch = unpack(words, shape)
+    paged = batch.paged
+    following = texts[batch.request_slots[paged.token_rows], jnp.minimum(paged.positions + 1, texts.shape[1] - 1)]
+    return count_accepted(following, tokens, paged.query_starts, num_drafts=num_drafts)
 
 
 class Oracle:
@@ -126,7 +166,7 @@ class Oracle:
         self.answers: dict[str, np.ndarray] = {}
         self._known: dict[str, int] = {}
         self._drafts: dict[str, np.ndarray] = {}
-        self._survival = ALPHA ** np.arange(1, ORACLE_DRAFTS + 1)
+        self._survival = ALPHA ** np.arange(1, continuation_size(ORACLE_DRAFTS) + 1)
         self._noise, self._vocabulary = np.random.default_rng(5), vocabulary
 
     def open(self, key: str, tokens: np.ndarray, info: DraftSequence) -> None:
@@ -228,9 +268,13 @@ def text_of(load: str, prompt: np.ndarray, new: int, noise: np.random.Generator,
 class Runner:
     """One engine of a comparison."""
 
-    def __init__(self, components: EngineComponents, width: int | None, oracle: Oracle | None = None) -> None:
-        """`width`: of the longest text; None: the model's own text."""
+    def __init__(
+        self, components: EngineComponents, width: int | None, oracle: Oracle | None = None, *, is_joined: bool = False
+    ) -> None:
+        """`width`: of the longest text; None: the model's own text. `is_joined`: no step is ahead of the host."""
         self.core, self.oracle = components.core, oracle
+        if is_joined:
+            self.core.ranks[0].schedule_ahead = lambda *_: None  # type: ignore[method-assign]
         self.costs = None if self.core.speculation is None else self.core.speculation.costs
         if oracle is not None:
             limits = DraftLimits(num_drafts=ORACLE_DRAFTS, vocab_size=components.vocab_size)
@@ -276,17 +320,23 @@ def make_engines(args: argparse.Namespace, model: Any, batch: int) -> dict[str, 
         server = ServerArgs(enable_return_routed_experts=capture, **sizes)
         return build_engine(server, model=model, speculative=speculative)
 
-    needed = {name for load in args.loads for name in ENGINES.get(load, COPYING)}
+    needed = {name for load in args.loads for name in engines_of(load, args)}
     engines = {"off": Runner(make(capture=True, drafts=0), width)}
-    if "ngram" in needed:
-        engines["ngram"] = Runner(make(capture=True, drafts=args.drafts), width)
-        engines["ngram, capture off"] = Runner(make(capture=False, drafts=args.drafts), width)
-    if "oracle" in needed:
-        oracle = make(capture=True, drafts=ORACLE_DRAFTS)
-        engines["oracle"] = Runner(oracle, width, Oracle(oracle.vocab_size))
-    if "rollouts" in needed:
-        engines["rollouts"] = Runner(make(capture=True, drafts=args.drafts, scope="namespace"), width)
-    return engines | (device_engines(model, sizes) if "device" in needed else {})
+    for name in sorted(needed):
+        is_joined = name.endswith(JOINED)
+        if name.startswith("oracle"):
+            oracle = make(capture=True, drafts=ORACLE_DRAFTS)
+            engines[name] = Runner(oracle, width, Oracle(oracle.vocab_size), is_joined=is_joined)
+        elif not name.startswith("device"):
+            scope = "namespace" if name.startswith("rollouts") else "request"
+            made = make(capture=name != "ngram, capture off", drafts=args.drafts, scope=scope)
+            engines[name] = Runner(made, width, is_joined=is_joined)
+    return engines | (device_engines(model, sizes, needed) if "device" in needed else {})
+
+
+def engines_of(load: str, args: argparse.Namespace) -> list[str]:
+    """The engines beside "off" that a load runs on."""
+    return [name for name in ENGINES.get(load, COPYING) if args.joined or not name.endswith(JOINED)]
 
 
 def write_draft_model(folder: Path, vocabulary: int) -> None:
@@ -304,7 +354,7 @@ def write_draft_model(folder: Path, vocabulary: int) -> None:
     (folder / "config.json").write_text(json.dumps(keys))
 
 
-def device_engines(model: Any, sizes: dict[str, Any]) -> dict[str, Runner]:
+def device_engines(model: Any, sizes: dict[str, Any], needed: set[str]) -> dict[str, Runner]:
     """Engines with a draft model whose programs are replaced: it is small, and never runs."""
     engines = dict[str, Runner]()
     with tempfile.TemporaryDirectory() as folder:
@@ -313,19 +363,17 @@ def device_engines(model: Any, sizes: dict[str, Any]) -> dict[str, Runner]:
             algorithm="STANDALONE", draft_model_path=folder, num_steps=ORACLE_DRAFTS, adaptive=True
         )
         server = ServerArgs(enable_return_routed_experts=True, **sizes)
-        for name in ("device", "device, joined"):
+        for name in sorted(name for name in needed if name.startswith("device")):
             components = build_engine(server, model=model, speculative=speculative)
             DeviceDrafts(components.core, components.vocab_size)
-            if name == "device, joined":
-                components.core.ranks[0].schedule_ahead = lambda num_drafts: None  # type: ignore[method-assign]
-            engines[name] = Runner(components, None)
+            engines[name] = Runner(components, None, is_joined=name.endswith(JOINED))
     return engines
 
 
 def compare(engines: dict[str, Runner], args: argparse.Namespace, batch: int, load: str) -> list[dict[str, object]]:
     """One row for each engine beside "off"."""
     vocabulary = engines["off"].core.runner.config.vocab_size
-    names = ["off", *ENGINES.get(load, COPYING)]
+    names = ["off", *engines_of(load, args)]
     noise, seconds = np.random.default_rng(batch), {name: list[tuple[float, float]]() for name in names}
     before = {name: counts_of(engines[name]) for name in names}
     for turn in range(-1, args.rounds):
@@ -337,7 +385,7 @@ def compare(engines: dict[str, Runner], args: argparse.Namespace, batch: int, lo
         for name in names if turn % 2 else names[::-1]:
             ask = name != "ngram, capture off"
             requests = Prompts(turn + 1).build_requests(prompts, new=args.new, ask=ask)
-            if name == "rollouts":
+            if name.startswith("rollouts"):
                 remember(engines[name], prompts, answers, CHANGED if load == "old rollouts" else 0.0, noise)
             took = engines[name].run(requests, answers)
             if turn >= 0:
@@ -405,6 +453,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=7, help="of a request, by n-grams")
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS[:-1]))
     parser.add_argument("--dummy", action="store_true", help="Qwen3-30B-A3B with random weights, for a GPU")
+    parser.add_argument("--joined", action="store_true", help="run engines without steps ahead of the host, too")
     parser.add_argument("--small", action="store_true", help="one short round")
     parser.add_argument("--name", default="speculative_cpu", help="of the result")
     args = parser.parse_args()

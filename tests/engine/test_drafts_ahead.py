@@ -1,7 +1,8 @@
-"""Drafts of a model are verified before the host has seen them (ahead): answers, rows and ends of requests are those of
-joined steps, and of an engine without drafts, whatever happens between two steps.
+"""Drafts are verified behind a step that the host has not read (ahead): answers, rows and ends of requests are those
+of joined steps, and of an engine without drafts, whatever happens between two steps.
 
-The draft model is the target with noise on its head: it is right often, and seldom all the way."""
+Drafts of a model are on the device: the draft model is the target with noise on its head, which is right often, and
+seldom all the way. Drafts of the host are those of an oracle, from a text that begins before the step in flight."""
 
 import contextlib
 import functools
@@ -9,7 +10,7 @@ import functools
 import numpy as np
 import pytest
 
-from oracles.drafters import EveryDraft
+from oracles.drafters import EveryDraft, OracleDrafter
 from oracles.driver import request
 from routed_experts import SpeculativeConfig
 from routed_experts.core.model_worker_batch import ForwardMode
@@ -141,6 +142,7 @@ def args(folder, **options):
         pytest.param("no prefixes", marks=pytest.mark.thorough),
         "few pages",
         "programs by mode",
+        "drafts of the host",
     ],
 )
 def served(request, folders):
@@ -148,7 +150,11 @@ def served(request, folders):
     without optimisations."""
     is_fast = request.param in ("few pages", "programs by mode")
     with fast_compilation() if is_fast else contextlib.nullcontext():
-        yield draft_core(request.param, folders), answers_without_drafts(folders[0], is_fast)
+        plain = answers_without_drafts(folders[0], is_fast)
+        if request.param == "drafts of the host":
+            yield text_core(folders[0], plain), plain
+        else:
+            yield draft_core(request.param, folders), plain
 
 
 @functools.cache
@@ -172,9 +178,26 @@ def draft_core(name, folders):
     return core
 
 
+def text_core(folder, plain):
+    """An engine whose host drafts with an oracle."""
+    speculative = SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=NUM_DRAFTS + 1, adaptive=False)
+    with lazy_compilation():
+        core = build_engine(args(folder), speculative=speculative).core
+    prompts = {req.rid: req.source.input_ids.tolist() for req in Run(core).requests()}
+    answers = {rid: (prompts[rid], answer[0]) for rid, answer in plain.items()}
+    core.speculation._drafter = OracleDrafter(answers, 0.8, vocab_size=V)
+    return core
+
+
 @pytest.fixture(scope="module")
 def core(served):
     return served[0]
+
+
+@pytest.fixture
+def is_model(core):
+    """Whether a model drafts."""
+    return core.speculation._model_drafter is not None
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +233,9 @@ def test_arrivals_join_for_a_step_and_change_nothing(core, plain, monkeypatch, e
 
 
 @pytest.mark.parametrize("every", [0, 3])
-def test_counts_of_requests_add_up_to_those_of_the_engine_and_nothing_of_them_is_left(core, monkeypatch, every):
+def test_counts_of_requests_add_up_to_those_of_the_engine_and_nothing_of_them_is_left(
+    core, is_model, monkeypatch, every
+):
     speculation, totals = core.speculation, core.speculation.totals
     before = totals.requests
     run = Run(core)
@@ -219,9 +244,13 @@ def test_counts_of_requests_add_up_to_those_of_the_engine_and_nothing_of_them_is
     for name in ("verify_steps", "proposed", "accepted", "emitted"):
         counted = getattr(totals.requests, name) - getattr(before, name)
         assert counted == sum(getattr(out.speculative, name) for out in run.outs.values()), name
-    assert totals.proposed_by == {"model": totals.requests.proposed}
-    assert totals.accepted_by == {"model": totals.requests.accepted}
-    assert not any(speculation._drafter.last_offer(rid)[1].tokens.size for rid in run.outs)
+    source = "model" if is_model else "context"
+    assert totals.proposed_by == {source: totals.requests.proposed}
+    assert totals.accepted_by == {source: totals.requests.accepted}
+    if is_model:
+        assert not any(speculation._drafter.last_offer(rid)[1].tokens.size for rid in run.outs)
+    else:
+        assert not speculation._text_ahead._proposed and not speculation._drafter.known
 
 
 class OnlyTheFirst(EveryDraft):
@@ -231,6 +260,7 @@ class OnlyTheFirst(EveryDraft):
         return [survival.size if index == 0 else 0 for index, survival in enumerate(survivals)]
 
 
+@pytest.mark.parametrize("served", ["plenty of pages"], indirect=True)
 def test_a_request_that_has_no_drafts_in_steps_ahead_is_tried_again_in_time(core, monkeypatch):
     """What was observed of its drafts fades, as in joined steps."""
     speculation, run = core.speculation, Run(core)

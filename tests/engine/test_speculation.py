@@ -295,7 +295,8 @@ def test_counts_of_a_slot_are_those_of_its_accepted_tokens_after_every_step(test
         counts = jax.tree.map(np.array, drive.bench.runner._token_counts)
         for req in drive.core.ranks[0].running:
             if req.source.sampling.is_penalized and req.num_dispatched >= req.prompt_len:
-                span = req.num_committed, req.num_committed if drive.core._pending is None else req.num_dispatched
+                in_flight = drive.core.ranks[0].count_in_flight().get(req.rid, 0)
+                span = req.num_committed, max(req.num_dispatched if in_flight else 0, req.num_committed + in_flight)
                 seen.append((req, span, counts.generated[req.slot], counts.prompt[req.slot]))
         if preempt and step % 5 == 4:
             drive.retract_victim()

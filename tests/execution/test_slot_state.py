@@ -7,7 +7,7 @@ import pytest
 
 from routed_experts.core.model_worker_batch import FROM_DEVICE, ForwardMode
 from routed_experts.execution.forward_batch import BatchShape, pack_words, unpack, unpack_sampler, unpack_words
-from routed_experts.execution.slot_state import SlotState, advance, locate
+from routed_experts.execution.slot_state import SlotState, advance, advance_positions, locate, locate_text
 
 NUM_SLOTS, NUM_DRAFTS = 6, 3
 SHAPE = BatchShape(mode=ForwardMode.TARGET_VERIFY, num_tokens=12, num_requests=4, table_width=5)
@@ -88,6 +88,41 @@ def test_slots_move_behind_their_accepted_drafts_and_no_other_slot_changes(count
         drafts[slot] = proposed[row, :NUM_DRAFTS]
     np.testing.assert_array_equal(actual.positions[1:], positions[1:])  # slot 0 is that of padding
     np.testing.assert_array_equal(actual.drafts[1:], drafts[1:])
+
+
+@pytest.mark.parametrize("counts", [(1,), (4,), (1, 1, 1, 1), (4, 1, 3), (2, 4, 4, 2)])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_step_that_is_ahead_takes_its_drafts_from_the_text_at_their_positions(counts, seed):
+    rng = np.random.default_rng(seed)
+    parts, positions = random_step(rng, counts), rng.integers(1, 40, NUM_SLOTS).astype(np.int32)
+    texts, size = np.zeros((SHAPE.num_requests, 8), np.int32), 7
+    texts[:, 1:] = rng.integers(-1, 50, (SHAPE.num_requests, size))
+    for row, slot in enumerate(parts["request_slots"]):  # the text begins before the request stands, or far from it
+        texts[row, 0] = positions[slot] + rng.integers(-9, 4)
+    located = jax.jit(lambda *inputs: locate_text(*inputs, shape=SHAPE))(packed(parts), positions, texts)
+    actual, expected = unpack_words(located, SHAPE), {name: part.copy() for name, part in parts.items()}
+    for at in range(sum(counts)):
+        row, place = int(parts["token_rows"][at]), int(parts["positions"][at])
+        position = int(positions[parts["request_slots"][row]]) + place
+        expected["positions"][at] = position
+        index = position - int(texts[row, 0])
+        if place > 0:
+            expected["token_ids"][at] = max(int(texts[row, 1 + index]), 0) if 0 <= index < size else 0
+    for row, count in enumerate(counts):
+        end = int(positions[parts["request_slots"][row]]) + count
+        expected["seq_lens"][row] = expected["position"][row] = end
+    for name, part in expected.items():
+        np.testing.assert_array_equal(actual[name], part, err_msg=name)
+
+
+def test_positions_advance_as_the_state_does_whatever_follows_the_packed_form():
+    rng = np.random.default_rng(3)
+    parts, state = random_step(rng, (4, 1, 3)), random_state(rng)
+    accepted = jnp.asarray([2, 0, 1, 0], jnp.int32)
+    proposed = jnp.zeros((SHAPE.num_requests, 2 * NUM_DRAFTS), jnp.int32)
+    expected = advance(state, packed(parts), accepted, proposed, shape=SHAPE).positions
+    words = jnp.concatenate([packed(parts), jnp.full(5, 77, jnp.int32)])
+    np.testing.assert_array_equal(advance_positions(state.positions, words, accepted, shape=SHAPE), expected)
 
 
 def test_what_is_located_next_continues_what_has_been_accepted():

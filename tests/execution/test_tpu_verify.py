@@ -25,7 +25,18 @@ def test_the_table_has_a_forward_pass_and_a_sampler_of_each_mode():
         FORWARD,
         "count target_verify",
         *(f"accept target_verify {mode.name.lower()}" for mode in SamplingMode),
+        "locate target_verify",
+        "advance target_verify",
     }
+
+
+@pytest.mark.parametrize("chip", ["v5e", pytest.param("v6e", marks=pytest.mark.thorough)])
+def test_a_step_ahead_is_located_by_a_small_program_and_positions_are_updated_in_place(chip):
+    locate, advance = (
+        compiled(chip, f"{name} target_verify", capture=True, world=WORLD) for name in ("locate", "advance")
+    )
+    assert advance.memory_analysis().alias_size_in_bytes >= 4 * WORLD.runner.num_request_slots
+    assert locate.memory_analysis().temp_size_in_bytes < MIB
 
 
 @pytest.mark.parametrize("chip", ["v5e", pytest.param("v6e", marks=pytest.mark.thorough)])

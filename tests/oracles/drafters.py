@@ -102,7 +102,11 @@ class EveryDraft:
         assert len(survivals) <= num_requests
         return [min(survival.size, self.most) for survival in survivals]
 
-    def tried(self, *, num_requests, num_drafts, num_emitted):
+    def choose_ahead(self, survivals, num_requests, *, joined_gain):
+        assert joined_gain > 0
+        return self.choose(survivals, num_requests)
+
+    def tried(self, *, num_requests, num_drafts, num_emitted, is_joined=True):
         assert num_requests <= num_emitted <= num_requests + num_drafts
 
     def expect(self, survivals, num_requests):

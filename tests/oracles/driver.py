@@ -118,7 +118,8 @@ class DispatchLog:
         self.forwards = []  # (batch, weight version)
         # rid -> {position: (forward, index in its tokens)}: the first pass, or the one that wrote the page
         self.rows = {}
-        self._in_flight = None  # the last forward, and request ids by slot
+        self._in_flight = {}  # by step: the forward, its batch, and request ids by slot
+        self._starts = {}  # by request slot: where it stands after its last verify step
         self._writers = {}  # KV slot -> (forward, index) that wrote it last
 
     @property
@@ -128,6 +129,10 @@ class DispatchLog:
     @property
     def exact(self):
         return self._runner.exact
+
+    @property
+    def can_run_ahead(self):
+        return self._runner.can_run_ahead
 
     def dispatch(self, batches):
         self._log(batches)
@@ -144,6 +149,12 @@ class DispatchLog:
         (batch,) = batches
         rids = {req.slot: req.rid for req in self._scheduler.running}
         forward = len(self.forwards)
+        self._in_flight[batch.step] = forward, batch, rids
+        self.forwards.append((batch, self._runner.weight_version))
+        if not batch.is_ahead:  # else its positions follow from the step before
+            self._note(forward, batch, rids)
+
+    def _note(self, forward, batch, rids):
         for row in range(batch.num_requests):
             first, end = batch.query_starts[row : row + 2]
             rows = self.rows.setdefault(rids[int(batch.request_slots[row])], {})
@@ -158,18 +169,24 @@ class DispatchLog:
         for row in range(batch.num_requests):
             for index in range(*batch.query_starts[row : row + 2]):
                 self._writers[self._slot(batch, row, int(batch.positions[index]))] = (forward, int(index))
-        self.forwards.append((batch, self._runner.weight_version))
-        self._in_flight = forward, rids
 
     def read(self, pending):
         (result,) = self._runner.read(pending)
-        if result.accepted is not None:  # no step is in flight beside it
-            forward, rids = self._in_flight
+        forward, batch, rids = self._in_flight.pop(pending.batches[0].step)
+        if result.accepted is not None:
             for row, accepted in enumerate(result.accepted):
-                first = int(pending.batches[0].query_starts[row])
-                rows = self.rows[rids[int(pending.batches[0].request_slots[row])]]
+                first, slot = int(batch.query_starts[row]), int(batch.request_slots[row])
+                self._starts[slot] = int(batch.positions[first]) + int(accepted) + 1
+                rows = self.rows[rids[slot]]
                 for index in range(first, first + int(accepted) + 1):
-                    rows.setdefault(int(pending.batches[0].positions[index]), (forward, index))
+                    rows.setdefault(int(batch.positions[index]), (forward, index))
+            for step, (later, ahead, owners) in self._in_flight.items():
+                ahead = dataclasses.replace(ahead, positions=ahead.positions.copy())
+                for row in range(ahead.num_requests):
+                    first, end = ahead.query_starts[row : row + 2]
+                    ahead.positions[first:end] += self._starts[int(ahead.request_slots[row])]
+                self._in_flight[step] = later, ahead, owners
+                self._note(later, ahead, owners)
         return [result]
 
     def update_weights(self, state, *, version, donate=False):

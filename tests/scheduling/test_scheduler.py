@@ -326,6 +326,15 @@ def test_a_step_ahead_counts_from_where_the_slots_stand_and_is_located_once_they
         assert slots.tolist() == bench.scheduler.pages.kv_slots(req, start, end).tolist()
 
 
+def test_a_step_ahead_has_the_texts_of_its_requests_behind_their_known_tokens():
+    bench, a, b = two_that_decode()
+    verify(bench, a=3, b=1)
+    batch = bench.scheduler.schedule_ahead({"a": 2, "b": 3}, {"b": np.array([5, 6, 7, 8], np.int32)})
+    assert batch.continuations.shape == (batch.request_slots.size, 1 + 7), "of 3 drafts a step"
+    assert batch.continuations[:2].tolist() == [[a.num_known] + [-1] * 7, [b.num_known, 5, 6, 7, 8, -1, -1, -1]]
+    assert not batch.drafts_ahead
+
+
 def test_no_step_is_ahead_of_one_without_drafts_or_of_none():
     bench, *_ = two_that_decode()
     assert bench.scheduler.schedule_ahead({"a": 2}) is None

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from routed_experts.core.buckets import Buckets
+from routed_experts.core.buckets import Buckets, continuation_size
 from routed_experts.core.io_struct import FinishReason
 from routed_experts.core.model_worker_batch import ALL_GENERATED, ForwardMode
 from routed_experts.core.server_args import ServerArgs
@@ -132,10 +132,12 @@ class Machine:
     def step_ahead(self) -> bool:
         """A verify step behind one that has not been read; False where the scheduler has none."""
         lengths = {req.rid: int(self.noise.integers(0, self.num_drafts + 2)) for req in self.scheduler.running}
-        batch = self.scheduler.schedule_ahead(lengths)
+        texts = self.texts() if self.noise.random() < 0.5 else None
+        batch = self.scheduler.schedule_ahead(lengths, texts)
         if batch is None:
             return False
-        event("ahead")
+        event("ahead" if texts is None else "ahead with texts")
+        assert (batch.continuations is None) == (texts is None) == batch.drafts_ahead
         assert batch.is_ahead and batch.mode is ForwardMode.TARGET_VERIFY and batch.origins is ALL_GENERATED
         assert batch.num_tokens <= self.buckets.verify_capacity(batch.num_requests)
         done = self.done[batch.step] = self.device.locate(batch)
@@ -154,6 +156,17 @@ class Machine:
                 assert np.array_equal(located.positions[first:end], done.positions[first:end])
                 assert np.array_equal(located.kv_slots[first:end], done.kv_slots[first:end])
         return located
+
+    def texts(self) -> dict:
+        """What may follow the tokens that the host knows, for any request: the start of that is right."""
+        texts, most = {}, continuation_size(self.num_drafts)
+        for req in self.scheduler.running:
+            count = int(self.noise.integers(0, most + 1))
+            text = np.array(expected_tokens(req.tokens[: req.num_known].tolist(), count), np.int32)
+            text[int(self.noise.integers(0, count + 1)) :] = self.noise.integers(0, VOCAB)
+            if self.noise.random() < 0.9:
+                texts[req.rid] = text
+        return texts
 
     @property
     def verifies(self) -> bool:

@@ -117,7 +117,10 @@ def test_a_draft_is_foreseen_as_it_would_be_estimated_and_changes_nothing():
     foreseen = estimates.foresee("a", CLAIM)
     assert foreseen.tolist() == estimates.foresee("a", CLAIM).tolist()
     assert foreseen.tolist() == estimates.survival("a", CLAIM).tolist()
-    longer = make_draft(0.8, 0.6, 0.3, 0.2)
-    assert estimates.foresee("a", longer).tolist() == longer.survival.tolist(), "longer than any draft so far"
+    longer = make_draft(*CLAIM.survival, 0.25)
+    known, unknown = foreseen.size, foreseen[-1] * longer.survival[-1] / longer.survival[-2]
+    ahead = estimates.foresee("a", longer)
+    assert ahead[:known].tolist() == foreseen.tolist()
+    assert ahead[known] == pytest.approx(unknown, rel=0.3), "its own drafts say nothing of one behind all of them"
     estimates.observe("a", 3, 0)
     assert estimates.foresee("a", CLAIM)[0] < foreseen[0]

@@ -134,6 +134,24 @@ def test_a_measurement_after_the_table_has_moved_counts_as_it_is():
     assert table.seconds(4, 8)[1] == pytest.approx(before)
 
 
+def test_waits_are_those_of_a_bucket_and_followed():
+    table = make_table()
+    assert table.wait(3) == 0.0, "none was measured"
+    table.follow_wait(3, 0.002)
+    assert table.wait(4) == table.wait(2) == 0.002 and table.wait(1) == table.wait(5) == 0.0
+    for _ in range(16):
+        table.follow_wait(4, 0.004)
+    assert table.wait(3) == pytest.approx(0.003)
+    table.follow_wait(4, 100.0)  # a stall
+    assert table.wait(4) < 0.004
+    before = table.wait(4)
+    for seconds in (-1.0, math.nan, math.inf):
+        table.follow_wait(4, seconds)
+    table.follow_wait(5, 1.0)
+    assert table.wait(4) == before and table.wait(5) == 0.0
+    assert table.seconds(3, 3) == (4, pytest.approx(0.010)), "a wait is no part of a step"
+
+
 def test_what_cannot_be_is_ignored_or_refused():
     table = make_table()
     for requests, padded, seconds in ((5, 5, 1.0), (4, 64, 1.0), (4, 8, 0.0), (4, 8, math.nan), (4, 8, math.inf)):

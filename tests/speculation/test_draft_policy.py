@@ -53,6 +53,47 @@ def test_no_other_choice_is_faster(seed):
         assert not any(chosen)
 
 
+@settings(max_examples=100)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_a_wait_makes_drafts_dearer_and_a_step_ahead_does_not_have_it(seed):
+    rng = np.random.default_rng(seed)
+    bucket = int(rng.integers(1, 4))
+    sizes = sorted({bucket, *(int(n) for n in rng.integers(bucket, 4 * bucket + 1, 2))})
+    costs = make_costs(bucket, sizes, lambda padded, tokens: float(rng.uniform(0.5, 1 + tokens / 3)))
+    survivals = [np.cumprod(rng.uniform(0, 1, rng.integers(0, 4))) for _ in range(bucket)]
+    policy, wait, gain = DraftPolicy(costs), float(rng.uniform(0.01, 1)), float(rng.uniform(0.5, 3))
+    without = policy.choose(survivals, bucket)
+    assert policy.choose_ahead(survivals, bucket, joined_gain=gain) == without, "no wait is known"
+    costs.follow_wait(bucket, wait)
+
+    def rate(counts, factor, waited):
+        """Tokens per second of drafts that are accepted `factor` times as often."""
+        seconds = (bucket + sum(counts)) / expected_rate(costs, [np.ones(s.size) for s in survivals], counts, bucket)
+        accepted = sum(float(s[:count].sum()) for s, count in zip(survivals, counts, strict=True))
+        return (bucket + min(factor * accepted, sum(counts))) / (seconds + waited)
+
+    joined = policy.choose(survivals, bucket)
+    every = [choice for choice in itertools.product(*(range(s.size + 1) for s in survivals))]
+    possible = [c for c in every if expected_rate(costs, survivals, c, bucket)]
+    rates = {choice: rate(choice, 1.0, wait * any(choice)) for choice in possible}
+    assert rates[tuple(joined)] == pytest.approx(max(rates.values()), rel=1e-12)
+    ahead = policy.choose_ahead(survivals, bucket, joined_gain=gain)
+    if any(without) and rate(without, gain, wait) > rate(without, 1.0, 0.0) * (1 + 1e-9):
+        assert not any(ahead)
+    elif rate(without, gain, wait) < rate(without, 1.0, 0.0) * (1 - 1e-9):
+        assert ahead == without
+
+
+def test_drafts_that_a_wait_makes_a_loss_end():
+    policy = DraftPolicy(costs := make_costs(1, (1, 8), lambda padded, tokens: 1.0 if padded == 1 else 1.2))
+    for is_joined, ends in ((False, False), (True, True)):
+        for step in range(100):
+            if policy.should_try(step):
+                policy.tried(num_requests=1, num_drafts=7, num_emitted=2, is_joined=is_joined)
+        assert policy.is_off is ends
+        costs.follow_wait(1, 1.0)
+
+
 def test_drafts_compete_across_requests_and_those_without_drafts_count():
     costs = make_costs(4, (4, 8), lambda padded, tokens: 1.0 if padded == 4 else 1.2)
     sure, unsure, none = np.array([0.95, 0.9, 0.85]), np.array([0.2, 0.1, 0.05]), np.zeros(0)

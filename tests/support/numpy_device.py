@@ -162,8 +162,12 @@ class NumpyDevice:
             row, place = batch.token_rows[at], int(batch.positions[at])
             slot = batch.request_slots[row]
             positions[at] = self.next_position[slot] + place
-            if place > 0:
+            if place > 0 and batch.continuations is None:
                 ids[at] = self.drafts[slot, place - 1]
+            elif place > 0:
+                first, *text = batch.continuations[row].tolist()
+                text = dict(enumerate(text, start=first))
+                ids[at] = max(text.get(int(positions[at]), 0), 0)
             page, offset = divmod(int(positions[at]), self.page_size)
             kv_slots[at] = batch.page_table[row, page] * self.page_size + offset
         for row in range(batch.num_requests):

@@ -89,6 +89,12 @@ class Buckets:
         return (*decode, *extend, *verify)
 
 
+def continuation_size(num_drafts: int) -> int:
+    """Return the tokens of a text that hold what a verify step adds to a request at most, and the drafts of the
+    next."""
+    return 2 * num_drafts + 1
+
+
 def _verify_queries(num_drafts: int, has_short: bool) -> tuple[int, ...]:
     """Tokens a request of the verify steps that are compiled: the longest draft of each and, with `has_short`, short
     ones. On an accelerator padding is not free: few requests read fewer experts, many compute fewer scores."""

@@ -87,7 +87,9 @@ class ModelWorkerBatch:
     `drafts_ahead`: the next step is to have drafts; `next_tokens`: of rows that do not sample, the token of the prompt
     that follows their last one, -1 of the others. `is_ahead`: a verify step that was scheduled before the one
     before it had been read. Its positions and lengths count from where the request slots stand on the device, where its
-    tokens are, and its KV slots mean nothing, until the scheduler locates it. `is_masked`: a request that samples has a
+    tokens are, and its KV slots mean nothing, until the scheduler locates it. `continuations`: of such a batch, where
+    the host drafts: by row, the position of the first token of a text, then its tokens; negative: no further.
+    `is_masked`: a request that samples has a
     grammar, in a batch of any data rank: the sampler takes a mask. `given_ids`: by row, the ids whose logprobs its
     request asks for beside the token's own, padded; None where no request does. `given_targets`: the same by token,
     where they are asked for tokens of a prompt."""
@@ -113,6 +115,7 @@ class ModelWorkerBatch:
     drafts_ahead: bool = False
     next_tokens: Int[np.ndarray, " B"] | None = None
     is_ahead: bool = False
+    continuations: Int[np.ndarray, "B C1"] | None = None
     is_masked: bool = False
     given_ids: Int[np.ndarray, "B G"] | None = None
     given_targets: Int[np.ndarray, "G N"] | None = None

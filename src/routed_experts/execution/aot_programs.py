@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Sharding
 from jaxtyping import Array
 
+from routed_experts.core.buckets import continuation_size
 from routed_experts.core.grammar_state import num_mask_words
 from routed_experts.core.model_worker_batch import MAX_BIAS, MAX_GIVEN_IDS, ForwardMode, SamplingMode
 from routed_experts.execution.forward_batch import BatchShape
@@ -25,6 +26,7 @@ from routed_experts.execution.sampler import (
     host_table_sharding,
     sampler_program,
 )
+from routed_experts.execution.slot_state import advance_positions_program, locate_text_program
 from routed_experts.execution.spmd import (
     BY_RANK,
     GATHERED,
@@ -83,6 +85,8 @@ def lowerings(
         out = jax.eval_shape(run, *args)[1]
         jobs["forward", shape] = functools.partial(run.lower, *args)
         jobs |= sampling_jobs(state, spec, config, shape, out, later=later)
+        if spec.has_text_ahead and shape.mode is ForwardMode.TARGET_VERIFY:
+            jobs |= _position_jobs(spec, config, shape, out, at=args[0][0].sharding)
         if out.recurrent_inputs is not None:
             jobs["commit", shape] = _commit_job(spec, shape, args, out)
         jobs |= {} if more is None else more(shape, out)
@@ -147,6 +151,19 @@ def sampling_jobs(
         )
         jobs["score", shape.num_tokens] = functools.partial(run.lower, leaves, out.hidden, out.tokens)
     return jobs
+
+
+def _position_jobs(spec: ProgramSpec, config: RunnerConfig, shape: BatchShape, out: ForwardOut, *, at: Any) -> Jobs:
+    """The programs that let a verify step be ahead of the host; `at`: the sharding that names the device."""
+    positions, rows = _shape((config.num_request_slots,), jnp.int32), (shape.num_requests,)
+    continuations = _shape((*rows, 1 + continuation_size(spec.num_drafts)), jnp.int32)
+    calls = {
+        "locate": (locate_text_program(shape), (shape.packed, positions, continuations)),
+        "advance": (advance_positions_program(shape), (positions, out.words, _shape(rows, jnp.int32))),
+    }
+    return {
+        (name, shape): functools.partial(run.lower, *with_sharding(inputs, at)) for name, (run, inputs) in calls.items()
+    }
 
 
 def _commit_job(

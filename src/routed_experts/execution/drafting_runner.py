@@ -112,6 +112,11 @@ class DraftingRunner(ModelRunner):
         self._slot_state: SlotState = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), slots)
         super().__init__(state, spec, config, weight_version=weight_version)
 
+    @property
+    def can_run_ahead(self) -> bool:
+        """The drafts are on the device."""
+        return True
+
     def allocate_pool(self) -> None:
         """Allocate both pools, empty."""
         super().allocate_pool()

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int32, UInt, UInt32
 from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch, SamplingMode, StepResult
 from routed_experts.execution.aot_programs import RunnerConfig, abstract_token_counts, lowerings, sampler_key
-from routed_experts.execution.forward_batch import BatchShape, StepInputs, pack_ranks, split_ranks, to_batch_shape
+from routed_experts.execution.forward_batch import BatchShape, StepInputs, pack, pack_ranks, split_ranks, to_batch_shape
 from routed_experts.execution.orders import NO_FOLLOWERS, OrderKind, OrderSender
 from routed_experts.execution.programs import ForwardOut, ProgramSpec
 from routed_experts.execution.sampler import HOST_MEMORY, PenaltyInputs, TokenCounts
@@ -104,6 +104,10 @@ class ModelRunner:
         self._last_tokens: Array = sharded_zeros(last_tokens, mesh_specs, by_rank)
         counts = abstract_token_counts(config.num_request_slots, config.vocab_size)
         self._token_counts = sharded_zeros(counts, mesh_specs, by_rank)  # now: no later allocation or compilation
+        # Where the slots stand after their last verify step; None where no step is ahead of one.
+        self._positions: Array | None = None
+        if spec.has_text_ahead:
+            self._positions = jnp.zeros(last_tokens.shape, last_tokens.dtype)
         self._replicated = None if mesh_specs is None else mesh_specs.everywhere
         self._own_part = None if mesh_specs is None else mesh_specs.own_part
         self._counts = _zero_counts(self.spec, self._replicated)
@@ -119,6 +123,11 @@ class ModelRunner:
         """The number of the placement of experts that the next step runs with; None where experts have one place for
         good."""
         return None
+
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether a verify step may be dispatched before the one before it is read (ModelWorkerBatch.is_ahead)."""
+        return self._positions is not None
 
     @property
     def state(self) -> nnx.State[Any, Any]:
@@ -249,6 +258,8 @@ class ModelRunner:
         if full is not None and is_verify:  # which of the tokens count is known now
             generated = self._programs["count", shape](full.counts.generated, out.tokens, packed, *accepted)
             self._token_counts = TokenCounts(generated, full.counts.prompt)
+        if is_verify and self._positions is not None:
+            self._positions = self._programs["advance", shape](self._positions, out.words, *accepted)
         if out.recurrent_inputs is not None:
             commit = self._programs["commit", shape]
             self._pool = commit(self._pool, out.recurrent_inputs, out.words, *accepted)
@@ -287,10 +298,11 @@ class ModelRunner:
         return counts
 
     def _pack(self, batches: Sequence[ModelWorkerBatch], shape: BatchShape) -> Any:
-        """The metadata of a step, on the host or on the device."""
-        del shape
-        assert not batches[0].is_ahead, "positions on the device are those of a draft model's runner"
-        return pack_ranks(batches)
+        """The metadata of a step: on the device where it is ahead of the step in flight, else on the host."""
+        if not batches[0].is_ahead:
+            return pack_ranks(batches)
+        (batch,) = batches  # on one device
+        return self._programs["locate", shape](pack(batch), self._positions, batch.continuations)
 
     def _draft(
         self,

@@ -61,6 +61,11 @@ class ProgramSpec:
     tapped_layers: tuple[int, ...] = ()
     kv_scales: tuple[LayerScales, ...] = ()
 
+    @property
+    def has_text_ahead(self) -> bool:
+        """Whether verify steps may be ahead of the host with drafts of a text: on one device."""
+        return self.num_drafts > 0 and not self.draft_model and self.mesh_specs is None
+
     def attend(self, batch: PagedBatch) -> PagedAttend:
         """Attention of a step's tokens to the pool."""
         scales = tuple(jnp.asarray(layers, jnp.float32) for layers in self.kv_scales)

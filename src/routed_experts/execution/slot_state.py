@@ -1,11 +1,13 @@
 """SlotState: where each request stands, on the device, so that a verify step can follow one that the host has not read.
 
 How far a verify step brings a request depends on the drafts that it accepts. The host then knows bounds alone: it sends
-positions that count from where the request's slot stands (ModelWorkerBatch.is_ahead), and `locate` adds those on the
-device, before any other program of the step. Dims: N padded tokens, B padded requests, R request slots, k drafts."""
+positions that count from where the request's slot stands (ModelWorkerBatch.is_ahead), and a program adds those on the
+device, before any other program of the step: `locate` where a model has drafted, `locate_text` where the host has.
+Dims: N padded tokens, B padded requests, R request slots, C tokens of a continuation, k drafts."""
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -36,12 +38,43 @@ def locate(packed: Int32[Array, " words"], state: SlotState, *, shape: BatchShap
     """Return the packed form of a batch that is ahead, with the positions and drafts of its slots. The first token of
     each request stays FROM_DEVICE. A draft that does not exist is id 0, which is accepted if the model samples it."""
     parts = unpack_words(packed, shape)
-    slots, rows, places = parts["request_slots"], parts["token_rows"], parts["positions"]
-    start = jnp.where(parts["seq_lens"] > 0, state.positions[slots], 0)
+    rows, places = parts["token_rows"], parts["positions"]
+    drafts = state.drafts[parts["request_slots"][rows], jnp.clip(places - 1, 0, state.drafts.shape[1] - 1)]
+    return _complete(parts, _starts(parts, state.positions), drafts, shape=shape)
+
+
+def locate_text(
+    packed: Int32[Array, " words"],
+    positions: Int32[Array, " R"],
+    continuations: Int32[Array, "B C1"],
+    *,
+    shape: BatchShape,
+) -> Int32[Array, " words"]:
+    """As `locate`, with the drafts from a text. `positions`: those of a SlotState; `continuations`: of each request the
+    position of the first token of its text, then C tokens; the text has the draft of each position, where it reaches
+    it (negative: no further)."""
+    parts = unpack_words(packed, shape)
+    rows, places = parts["token_rows"], parts["positions"]
+    start, num_tokens = _starts(parts, positions), continuations.shape[1] - 1
+    index = start[rows] + places - continuations[rows, 0]
+    drafts = continuations[rows, 1 + jnp.clip(index, 0, num_tokens - 1)]
+    return _complete(parts, start, jnp.where((index >= 0) & (index < num_tokens), drafts, -1), shape=shape)
+
+
+def _starts(parts: Mapping[str, Array], positions: Int32[Array, " R"]) -> Int32[Array, " B"]:
+    """The position of the first token of each request, 0 of padding."""
+    return jnp.where(parts["seq_lens"] > 0, positions[parts["request_slots"]], 0)
+
+
+def _complete(
+    parts: Mapping[str, Array], start: Int32[Array, " B"], drafts: Int32[Array, " N"], *, shape: BatchShape
+) -> Int32[Array, " words"]:
+    """The packed form with positions that count from `start`, and the draft of each token but the first of a
+    request."""
+    rows, places = parts["token_rows"], parts["positions"]
     is_real = jnp.arange(shape.num_tokens) < parts["num_tokens"]
-    drafts = state.drafts[slots[rows], jnp.clip(places - 1, 0, state.drafts.shape[1] - 1)]
     return pack_words(
-        parts
+        dict(parts)
         | {
             "positions": jnp.where(is_real, places + start[rows], 0),
             "token_ids": jnp.where(is_real & (places > 0), jnp.maximum(drafts, 0), parts["token_ids"]),
@@ -61,12 +94,20 @@ def advance(
 ) -> SlotState:
     """Return the state after a verify step: behind the accepted drafts, with what is proposed then. `packed`: as
     `locate` returns it, or of a batch that is not ahead; the padding slot takes what padding rows have."""
-    batch = unpack(packed, shape)
-    slots, first = batch.request_slots, batch.paged.positions[batch.paged.query_starts[:-1]]
+    slots = unpack(packed, shape).request_slots
     return SlotState(
-        positions=state.positions.at[slots].set(first + 1 + accepted),
+        positions=advance_positions(state.positions, packed, accepted, shape=shape),
         drafts=state.drafts.at[slots].set(proposed[:, : state.drafts.shape[1]]),
     )
+
+
+def advance_positions(
+    positions: Int32[Array, " R"], words: Int32[Array, " words"], accepted: Int[Array, " B"], *, shape: BatchShape
+) -> Int32[Array, " R"]:
+    """As `advance`, of positions alone. More words may follow those of the packed form."""
+    batch = unpack(words, shape)
+    first = batch.paged.positions[batch.paged.query_starts[:-1]]
+    return positions.at[batch.request_slots].set(first + 1 + accepted)
 
 
 @functools.lru_cache(maxsize=256)
@@ -79,3 +120,16 @@ def locate_program(shape: BatchShape) -> Any:
 def advance_program(shape: BatchShape) -> Any:
     """`advance`, jitted in the same way."""
     return jax.jit(functools.wraps(advance)(functools.partial(advance, shape=shape)), donate_argnums=(0,))
+
+
+@functools.lru_cache(maxsize=256)
+def locate_text_program(shape: BatchShape) -> Any:
+    """`locate_text`, jitted in the same way."""
+    return jax.jit(functools.wraps(locate_text)(functools.partial(locate_text, shape=shape)))
+
+
+@functools.lru_cache(maxsize=256)
+def advance_positions_program(shape: BatchShape) -> Any:
+    """`advance_positions`, jitted in the same way."""
+    program = functools.wraps(advance_positions)(functools.partial(advance_positions, shape=shape))
+    return jax.jit(program, donate_argnums=(0,))

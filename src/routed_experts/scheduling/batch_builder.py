@@ -5,12 +5,12 @@ next step of the same slots reuses them. Batches share these arrays, which are r
 greedy and neutral."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Float, Int32, Int64, UInt32
 
-from routed_experts.core.buckets import Buckets
+from routed_experts.core.buckets import Buckets, continuation_size
 from routed_experts.core.model_worker_batch import (
     FROM_DEVICE,
     MAX_BIAS,
@@ -21,8 +21,9 @@ from routed_experts.core.model_worker_batch import (
     SamplingMode,
 )
 from routed_experts.memory.req_to_token_pool import ReqToTokenPool
-from routed_experts.scheduling.schedule_batch import Req, ScheduledChunk
+from routed_experts.scheduling.schedule_batch import NO_TOKENS, Req, ScheduledChunk
 
+Texts = Mapping[str, Int32[np.ndarray, " C"]]  # by request id: what may follow the tokens that the host knows
 _FLOAT_COLUMNS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 _INT_COLUMNS = ("top_k", "choice", "prompt_len")
 
@@ -121,11 +122,12 @@ class BatchBuilder:
         all_generated: bool = False,
         drafts_ahead: bool = False,
         is_ahead: bool = False,
+        texts: Texts | None = None,
     ) -> ModelWorkerBatch:
         """Pad the chunks, in their order, to the smallest bucket that holds `form`: that of all data ranks, None: their
         own. No chunks are a batch of padding. `all_generated`: no chunk feeds a token of a prompt; `drafts_ahead`: a
         model drafts for the next step; `is_ahead`: chunks begin at 0, where their requests stand on the device, and
-        `locate` completes the batch."""
+        `locate` completes the batch; `texts`: that its drafts are from, None: a model has drafted."""
         form = form or self.form(chunks, all_generated=all_generated, is_ahead=is_ahead)
         counts = [chunk.count for chunk in chunks]
         total = sum(counts)
@@ -165,6 +167,7 @@ class BatchBuilder:
             drafts_ahead=drafts_ahead,
             next_tokens=_next_tokens(chunks, padded_rows) if self._buckets.draft_model else None,
             is_ahead=is_ahead,
+            continuations=None if texts is None else self._continuations(chunks, texts, padded_rows),
             is_masked=form.is_masked,
             given_ids=_given_ids(chunks, padded_rows),
             given_targets=_given_targets(chunks, padded_tokens) if form.is_scored else None,
@@ -191,6 +194,16 @@ class BatchBuilder:
     ) -> Int64[np.ndarray, " N"]:
         page, offset = np.divmod(positions, self._page_size)
         return table[rows, page].astype(np.int64) * self._page_size + offset
+
+    def _continuations(
+        self, chunks: Sequence[ScheduledChunk], texts: Texts, padded_rows: int
+    ) -> Int32[np.ndarray, "B C1"]:
+        """The text of each row behind the tokens that the host knows, as ModelWorkerBatch has it."""
+        table = np.full((padded_rows, 1 + continuation_size(self._buckets.num_drafts)), -1, np.int32)
+        for row, chunk in enumerate(chunks):
+            text = texts.get(chunk.req.rid, NO_TOKENS)
+            table[row, 0], table[row, 1 : 1 + text.size] = chunk.req.num_known, text
+        return table
 
     def _shape(self, form: StepForm) -> tuple[ForwardMode, int, int]:
         """Return (mode, padded tokens, padded requests)."""

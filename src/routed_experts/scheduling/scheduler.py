@@ -3,10 +3,10 @@
 A step holds every request that can decode, then prompt chunks within the token budget: first of running requests,
 then of waiting ones, first come first served. Requests of one prompt (n > 1) wait until the first has committed its
 prompt, then find it in the prefix cache. When pages run out, the request admitted last returns to the queue with its
-rows. At most one step is in flight when the next is scheduled, none where the host has the drafts of the next. A step
-with prompt chunks has no drafts. Requests with a grammar have none; the tokens that it forces are fed as a chunk. In
-deterministic mode they are fed one a step: their logprobs come from another program in a chunk, and where a chunk is
-cut depends on other requests.
+rows. At most one step is in flight when the next is scheduled, none where the drafts of the next follow tokens that the
+host has to know. A step with prompt chunks has no drafts. Requests with a grammar have none; the tokens that it forces
+are fed as a chunk. In deterministic mode they are fed one a step: their logprobs come from another program in a chunk,
+and where a chunk is cut depends on other requests.
 
 A step is scheduled in two parts: `choose` what it feeds, then `build` the batch. Between them the schedulers of several
 data ranks agree on one padded shape."""
@@ -24,7 +24,7 @@ from routed_experts.core.buckets import Buckets
 from routed_experts.core.integrity import Violation
 from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch, StepResult
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.scheduling.batch_builder import BatchBuilder, StepForm, has_scored_prompt_tokens
+from routed_experts.scheduling.batch_builder import BatchBuilder, StepForm, Texts, has_scored_prompt_tokens
 from routed_experts.scheduling.request_pages import RequestPages
 from routed_experts.scheduling.schedule_batch import NO_TOKENS, Req, ReqState, ScheduledChunk
 from routed_experts.scheduling.step_results import (
@@ -216,14 +216,18 @@ class Scheduler:
                 failed.append(req)
         return mask, failed
 
-    def schedule_ahead(self, num_drafts: Mapping[str, int]) -> ModelWorkerBatch | None:
+    def count_in_flight(self) -> dict[str, int]:
+        """How many tokens each request feeds in the step in flight."""
+        return {chunk.req.rid: chunk.count for chunks in self._in_flight.values() for chunk in chunks}
+
+    def schedule_ahead(self, num_drafts: Mapping[str, int], texts: Texts | None = None) -> ModelWorkerBatch | None:
         """Build the batch of a verify step that follows another one in flight. `num_drafts`: by request id, of those
-        that are on the device. A request that the step in flight may bring to its end is left out. None where the host
-        has to read first: a request was not in the last verify step, waits to be admitted, or has its stop tokens
-        banned; pages are short; or there is no draft."""
+        that are on the device, or from `texts`. A request that the step in flight may bring to its end is left out.
+        None where the host has to read first: a request was not in the last verify step, waits to be admitted, or has
+        its stop tokens banned; pages are short; or there is no draft."""
         if not self._in_flight or (self.waiting and len(self.running) < self._running_limit):
             return None
-        in_flight = {chunk.req.rid: chunk.count for chunks in self._in_flight.values() for chunk in chunks}
+        in_flight = self.count_in_flight()
         ready = list[tuple[Req, int, int]]()  # of a request: its last possible position, tokens that it may feed there
         for req in self.running:
             if req.rid not in self._located or req.num_known < req.min_stop_len:
@@ -246,7 +250,9 @@ class Scheduler:
             spare -= count - 1
         if all(chunk.count == 1 for chunk in chunks):
             return None
-        batch = self._batch_builder.build(chunks, step=self._step, all_generated=True, drafts_ahead=True, is_ahead=True)
+        batch = self._batch_builder.build(
+            chunks, step=self._step, all_generated=True, drafts_ahead=texts is None, is_ahead=True, texts=texts
+        )
         self._in_flight[self._step] = tuple(chunks)
         self._step += 1
         for chunk in chunks:

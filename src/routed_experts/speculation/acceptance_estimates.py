@@ -46,13 +46,10 @@ class _RequestEstimates:
         self._accepted += missing
         self._expected += missing
 
-    @property
-    def longest_draft(self) -> int:
-        """Tokens of the longest draft so far."""
-        return len(self._accepted)
-
     def ratio(self, index: int) -> float:
-        """Accepted over expected drafts at this index."""
+        """Accepted over expected drafts at this index; 1 where no draft was so long."""
+        if index >= len(self._accepted):
+            return 1.0
         return (self._accepted[index] + OWN_PRIOR) / (self._expected[index] + OWN_PRIOR)
 
     def observe(self, num_reached: int, num_accepted: int) -> list[Claim]:
@@ -62,6 +59,9 @@ class _RequestEstimates:
             self._accepted[index] = self._accepted[index] * _DECAY + (index < num_accepted)
             self._expected[index] = self._expected[index] * _DECAY + expected
         return reached
+
+
+_UNKNOWN = _RequestEstimates()  # of a request without a draft; never changed
 
 
 class AcceptanceEstimates:
@@ -83,10 +83,7 @@ class AcceptanceEstimates:
     def foresee(self, key: Hashable, draft: Draft) -> Float64[np.ndarray, " k"]:
         """Estimate as `survival` does, of a draft like this one that is not known yet; `observe` does not refer to
         it."""
-        request = self._requests.get(key)
-        if request is None or request.longest_draft < draft.survival.size:
-            return draft.survival
-        return self._estimate(request, draft)[1]
+        return self._estimate(self._requests.get(key, _UNKNOWN), draft)[1]
 
     def _estimate(self, request: _RequestEstimates, draft: Draft) -> tuple[list[Claim], Float64[np.ndarray, " k"]]:
         """The claims of a draft, and its estimated survival."""

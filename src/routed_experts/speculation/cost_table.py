@@ -45,12 +45,13 @@ class _Curve:
 
 
 class CostTable:
-    """Seconds from one step to the next. Those of a verify step include drafting, and the time in which the device
-    waits for it; those of a decode step are of steps that do not wait, so that the two compare drafting with not
-    drafting. Between measured token counts seconds are interpolated; beyond them they are those of the nearest."""
+    """Seconds from one step to the next, where the device does not wait for the host; and the seconds that it waits
+    before a joined step, in which the host reads, drafts and schedules. Between measured token counts seconds are
+    interpolated; beyond them they are those of the nearest."""
 
     def __init__(self) -> None:
         self._curves: dict[int, dict[int, _Curve]] = {}  # by bucket and padded tokens, both increasing
+        self._waits: dict[int, float] = {}  # seconds by bucket
         self._num_followed = 0
         self._scale = 1.0  # of all shapes: longer contexts and a busy machine slow all of them
 
@@ -70,8 +71,8 @@ class CostTable:
         self._curves = dict(sorted(self._curves.items()))
 
     def follow(self, num_requests: int, padded_tokens: int, num_tokens: int, seconds: float, *, steps: int = 1) -> None:
-        """Move the table towards what a step took. Of a decode step that waited for drafters, leave the wait out.
-        `steps`: this one, and those just before it that were not reported, of whatever shape; the report counts once.
+        """Move the table towards what a step took, without the time in which the device waited for the host. `steps`:
+        this one, and those just before it that were not reported, of whatever shape; the report counts once.
 
         A part of the change is that of all shapes, so that shapes which do not run follow too. A shape that did not run
         for long moves faster. A shape that was never measured, and seconds that are not positive, are ignored."""
@@ -87,6 +88,23 @@ class CostTable:
         own = _clip(error, math.log(MOST_CHANGE)) * (1 - 0.5 ** (absence / HALF_LIFE)) - shared
         self._scale *= math.exp(shared)
         curve.multiply(num_tokens, math.exp(own))
+
+    def follow_wait(self, num_requests: int, seconds: float) -> None:
+        """Move the wait before joined steps of so many requests towards what one took. Without a measured bucket, and
+        for seconds that are negative or not finite, nothing changes."""
+        bucket = self.bucket(num_requests)
+        if not (bucket and math.isfinite(seconds) and seconds >= 0):
+            return
+        known = self._waits.get(bucket)
+        if known is None:
+            self._waits[bucket] = seconds
+        else:
+            self._waits[bucket] += (min(seconds, MOST_CHANGE * known) - known) * (1 - 0.5 ** (1 / HALF_LIFE))
+
+    def wait(self, num_requests: int) -> float:
+        """Return the seconds that the device waits before a joined step of so many requests; 0 before one was
+        measured."""
+        return self._waits.get(self.bucket(num_requests), 0.0)
 
     def bucket(self, num_requests: int) -> int:
         """Return the smallest measured bucket of at least num_requests; 0 if there is none."""

@@ -3,7 +3,7 @@
 A step of B requests that verifies drafts of survival s_1, s_2, .. emits B + s_1 + s_2 + .. tokens on average. The
 policy takes the drafts with the most tokens per second. Whether drafting pays is found out step by step:
 
-    on      every step drafts (with drafts of the host it is joined: it needs the tokens of the step before)
+    on      every step drafts
       | 32 steps in a row without a draft to verify, or the balance has fallen too low
     off     no step drafts, but one probe in 64 steps; one in 512 after 4 useless ones in a row, or after a loss
       | a probe that was faster than a step without drafts; the next step is one after `expect` has heard twice
@@ -34,8 +34,9 @@ class DraftPolicy:
     verifies all drafts that its largest shape holds.
 
     The engine asks `should_try` before a step. If True, it drafts, and passes to `choose` the estimated survivals, or
-    in a probe (`is_off`) those of the drafters themselves, as low estimates would never be corrected. After the step
-    it reports with `tried`, whether or not there was a draft."""
+    in a probe (`is_off`) those of the drafters themselves, as low estimates would never be corrected. Before that,
+    while a step with drafts is in flight, `choose_ahead` may have chosen for a step that the device does not wait for.
+    After the step the engine reports with `tried`, whether or not there was a draft."""
 
     def __init__(self, costs: CostTable, *, adaptive: bool = True) -> None:
         self._costs, self._adaptive = costs, adaptive
@@ -48,6 +49,20 @@ class DraftPolicy:
         """Return for each request how many of its drafts to verify: those with the most expected tokens per second, and
         none where no number of drafts is faster than none. `survivals`: by request, non-increasing, empty for one that
         cannot draft; `num_requests`: tokens of the step without drafts, at least the requests in `survivals`."""
+        return self._choose(survivals, num_requests, None)
+
+    def choose_ahead(
+        self, survivals: Sequence[Float64[np.ndarray, " k"]], num_requests: int, *, joined_gain: float
+    ) -> list[int]:
+        """Choose as `choose` does, for a step that is scheduled while the one before it is in flight: the device does
+        not wait for it. No draft of any request where a joined step is expected to be faster, whose drafts gain
+        `joined_gain` times as many tokens."""
+        return self._choose(survivals, num_requests, joined_gain)
+
+    def _choose(
+        self, survivals: Sequence[Float64[np.ndarray, " k"]], num_requests: int, joined_gain: float | None
+    ) -> list[int]:
+        """The choice for a joined step (None), or for one that is ahead."""
         lengths = [survival.size for survival in survivals]
         sizes = self._verify_sizes(num_requests)
         if not sizes or not any(lengths) or self._measures:
@@ -55,7 +70,15 @@ class DraftPolicy:
         flat = np.fmin(np.fmax(np.concatenate(survivals), 0.0), 1.0)  # not a number: 0
         order = np.argsort(-flat, kind="stable")  # a request's drafts keep their order
         if self._adaptive:
-            count = self._best_count(flat[order].cumsum(), num_requests, sizes)
+            wait = self._costs.wait(num_requests)
+            gained = flat[order].cumsum()
+            count = self._best_count(gained, num_requests, sizes, 0.0 if joined_gain is not None else wait)
+            if count and joined_gain is not None and wait > 0:
+                _, seconds = self._costs.seconds(num_requests, num_requests + count)
+                ahead = float(gained[count - 1])
+                joined = min(joined_gain * ahead, count)
+                if (num_requests + joined) / (seconds + wait) > (num_requests + ahead) / seconds:
+                    count = 0
         else:
             count = sizes[-1] - num_requests
         owners = np.repeat(np.arange(len(lengths)), lengths)
@@ -76,10 +99,11 @@ class DraftPolicy:
         self._step = step
         return not self._adaptive or self._on or self._trial > 0 or step >= self._next_probe
 
-    def tried(self, *, num_requests: int, num_drafts: int, num_emitted: int) -> None:
-        """Report on the step that should_try allowed: its requests, the drafts that it verified, and the tokens that it
-        emitted."""
-        gain = self._gain(num_requests, num_drafts, num_emitted)
+    def tried(self, *, num_requests: int, num_drafts: int, num_emitted: int, is_joined: bool = True) -> None:
+        """Report on the step that should_try allowed: its requests, the drafts that it verified, the tokens that it
+        emitted, and whether the device waited for it."""
+        wait = self._costs.wait(num_requests) if is_joined else 0.0
+        gain = self._gain(num_requests, num_drafts, num_emitted, wait)
         if not self._on:
             self._last_probe = self._step
             if self._trial == 0:
@@ -103,7 +127,7 @@ class DraftPolicy:
         pays = False
         if sizes and known:
             gained = np.sort(np.concatenate(known))[::-1].cumsum()
-            pays = self._best_count(gained, num_requests, sizes) > 0
+            pays = self._best_count(gained, num_requests, sizes, self._costs.wait(num_requests)) > 0
         self._num_promising = self._num_promising + 1 if pays else 0
         rests = self._num_fruitless > 0 and self._step < self._last_probe + PROBE_EVERY
         if self._num_promising >= PROMISING and not rests:
@@ -114,12 +138,13 @@ class DraftPolicy:
         """Take note of a new request: the next probe comes 64 steps after the last one, or now."""
         self._next_probe = min(self._next_probe, self._last_probe + PROBE_EVERY)
 
-    def _gain(self, num_requests: int, num_drafts: int, num_emitted: int) -> float:
+    def _gain(self, num_requests: int, num_drafts: int, num_emitted: int, wait: float) -> float:
         """Steps without drafts that would emit as many tokens, less those that would take as long; 0 without drafts or
-        without such a shape. Seconds are those of the table: a step that stalls is no loss of drafting."""
+        without such a shape. Seconds are those of the table: a step that stalls is no loss of drafting. `wait`: of the
+        device, in seconds."""
         _, plain = self._costs.seconds(num_requests, num_requests)
         _, verify = self._costs.seconds(num_requests, num_requests + num_drafts)
-        return num_emitted / num_requests - verify / plain if num_drafts and math.isfinite(verify) else 0.0
+        return num_emitted / num_requests - (verify + wait) / plain if num_drafts and math.isfinite(verify) else 0.0
 
     def _probed(self, *, useful: bool) -> None:
         """Take the outcome of a probe that is not of a trial."""
@@ -140,9 +165,11 @@ class DraftPolicy:
         bucket = self._costs.bucket(num_requests)
         return [size for size in sizes if size > max(bucket, num_requests)] if bucket in sizes else []
 
-    def _best_count(self, gained: Float64[np.ndarray, " s"], num_requests: int, sizes: Sequence[int]) -> int:
+    def _best_count(
+        self, gained: Float64[np.ndarray, " s"], num_requests: int, sizes: Sequence[int], wait: float
+    ) -> int:
         """Return how many of the drafts, by falling survival, give the most tokens per second; the fewer of equals.
-        `gained[s]`: expected accepted drafts among the first s + 1."""
+        `gained[s]`: expected accepted drafts among the first s + 1; `wait`: seconds that the device waits for them."""
         _, seconds = self._costs.seconds(num_requests, num_requests)
         best, best_rate, start = 0, num_requests / seconds, 0
         for size in sizes:  # a step runs in the smallest that holds it
@@ -150,7 +177,7 @@ class DraftPolicy:
             if emitted.size == 0:
                 break
             num_tokens = np.arange(num_requests + start + 1, num_requests + start + 1 + emitted.size)
-            rates = emitted / self._costs.estimate_seconds(num_requests, size, num_tokens)
+            rates = emitted / (self._costs.estimate_seconds(num_requests, size, num_tokens) + wait)
             fastest = int(rates.argmax())
             if rates[fastest] > best_rate:
                 best, best_rate = start + fastest + 1, float(rates[fastest])

@@ -1,12 +1,11 @@
 """Measure what steps cost without drafts and with them, for the draft policy.
 
 Each padded size is timed on synthetic requests, through the core that serves: steps without drafts overlap, steps with
-drafts do not, and take their host work along. The drafts are random tokens, which read as many experts as any."""
+drafts are joined, and the device waits for them. The drafts are random tokens, which read as many experts as any."""
 
 import itertools
 import logging
 import statistics
-import time
 from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
@@ -14,12 +13,13 @@ from jaxtyping import Float64, Int32
 
 from routed_experts.core.buckets import Buckets
 from routed_experts.core.io_struct import TokenizedGenerateReqInput
+from routed_experts.core.model_worker_batch import ModelWorkerBatch
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.engine.loop.core import EngineCore
-from routed_experts.engine.loop.speculation import DraftLimits, Speculation
+from routed_experts.engine.loop.speculation import DraftLimits, Policy, Speculation
 from routed_experts.scheduling.schedule_batch import Req
 from routed_experts.speculation.cost_table import CostTable
-from routed_experts.speculation.drafter import Draft, DraftSample, DraftSequence
+from routed_experts.speculation.drafter import Draft, Drafter, DraftSample, DraftSequence
 
 logger = logging.getLogger(__name__)
 STEPS, WARM_UP = 4, 2  # that are timed, and before them
@@ -46,7 +46,10 @@ def measure_costs(new_core: NewCore, buckets: Buckets, limits: DraftLimits, *, r
             break
         requests = bench.begin(size, length)
         for padded, num_tokens in points:
-            costs.set(size, padded, num_tokens, bench.time_step(num_tokens - size))
+            seconds, waited_s = bench.time_step(num_tokens - size)
+            costs.set(size, padded, num_tokens, seconds)
+            if waited_s is not None:
+                costs.follow_wait(size, waited_s)
         bench.end(requests)
     return costs
 
@@ -56,7 +59,8 @@ class _Bench:
 
     def __init__(self, new_core: NewCore, limits: DraftLimits) -> None:
         self._policy, self._vocab_size = _FixedPolicy(), limits.vocab_size
-        self._core = new_core(Speculation(_RandomDrafter(limits), self._policy, limits, costs=CostTable()))
+        self._speculation = _TimedSpeculation(_RandomDrafter(limits), self._policy, limits, costs=CostTable())
+        self._core = new_core(self._speculation)
 
     def begin(self, size: int, length: int) -> list[Req]:
         """Feed the prompts of so many requests of `length` tokens."""
@@ -68,16 +72,16 @@ class _Bench:
             self._core.step()
         return requests
 
-    def time_step(self, num_drafts: int) -> float:
-        """The median seconds of a step with so many drafts, of all requests together."""
+    def time_step(self, num_drafts: int) -> tuple[float, float | None]:
+        """The median seconds of a step with so many drafts, of all requests together, and those that the device waits
+        before it; None without drafts: it does not."""
         self._policy.num_drafts = num_drafts
-        seconds, since = list[float](), time.perf_counter()
+        self._speculation.timed.clear()
         for _ in range(STEPS + WARM_UP):
             self._core.step()
-            now = time.perf_counter()
-            seconds.append(now - since)
-            since = now
-        return statistics.median(seconds[WARM_UP:])
+        seconds, waits = zip(*self._speculation.timed[WARM_UP:], strict=True)
+        known = [wait for wait in waits if wait is not None]
+        return statistics.median(seconds), statistics.median(known) if num_drafts and known else None
 
     def end(self, requests: Sequence[Req]) -> None:
         """Abort the requests."""
@@ -85,6 +89,20 @@ class _Bench:
             self._core.abort(req.rid)
         while not self._core.is_idle:
             self._core.step()
+
+
+class _TimedSpeculation(Speculation):
+    """Notes what steps take, by step, and how long the device waited before."""
+
+    timed: list[tuple[float, float | None]]
+
+    def __init__(self, drafter: Drafter, policy: Policy, limits: DraftLimits, *, costs: CostTable) -> None:
+        super().__init__(drafter, policy, limits, costs=costs)
+        self.timed = []
+
+    def time_step(self, batch: ModelWorkerBatch, seconds: float, *, waited_s: float | None = None) -> None:
+        """Note it."""
+        self.timed.append((seconds, waited_s))
 
 
 class _RandomDrafter:
@@ -132,7 +150,13 @@ class _FixedPolicy:
         share, rest = divmod(self.num_drafts, num_requests)
         return [min(survival.size, share + (index < rest)) for index, survival in enumerate(survivals)]
 
-    def tried(self, *, num_requests: int, num_drafts: int, num_emitted: int) -> None:
+    def choose_ahead(
+        self, survivals: Sequence[Float64[np.ndarray, " k"]], num_requests: int, *, joined_gain: float
+    ) -> list[int]:
+        """None: steps are joined."""
+        return [0] * len(survivals)
+
+    def tried(self, *, num_requests: int, num_drafts: int, num_emitted: int, is_joined: bool = True) -> None:
         """Nothing is learned."""
 
     def expect(self, survivals: Sequence[Float64[np.ndarray, " k"]], num_requests: int) -> bool:

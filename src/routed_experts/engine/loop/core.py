@@ -6,10 +6,12 @@ model runner together.
 All host work of step n happens while the device runs step n+1 (overlapped). Where a request has a grammar, the layers
 of step n+1 are dispatched before step n is read, and its sampler once step n is committed and the mask is filled: the
 device waits for the mask only where its layers take less time than that. The alternative, to read step n before step
-n+1 is dispatched, would leave the device idle in each of these steps. Drafts of the host follow tokens that it
-knows: while it drafts, step n is read and committed before step n+1 is scheduled (joined). Drafts of a model are on the
-device: a step that verifies them may follow one whose accepted drafts the host does not know yet. Engine thread only.
-The only text that it handles is that of requests with stop strings. Dims: S tokens of a sequence."""
+n+1 is dispatched, would leave the device idle in each of these steps. A step that verifies drafts may follow one whose
+accepted drafts the host does not know yet (ahead): drafts of a model are on the device, and drafts of the host come
+with it, as a text that begins before the step in flight. Else step n is read and committed before step n+1 is scheduled
+(joined): the first of several steps with drafts, and where drafts that follow known tokens gain more than the device
+loses by its wait. Engine thread only. The only text that it handles is that of requests with stop strings. Dims: S
+tokens of a sequence."""
 
 import dataclasses
 import enum
@@ -55,12 +57,13 @@ class PauseMode(enum.Enum):
 @dataclasses.dataclass(frozen=True, slots=True)
 class _CommittedStep:
     """A step whose tokens have been committed: its batches, the requests that it advanced, when its result was read,
-    and when it was dispatched (None: while another step ran)."""
+    when it was dispatched (None: while another step ran), and how long the device had waited for that."""
 
     batches: tuple[ModelWorkerBatch, ...]
     advanced: list[Req]
     read_at: float
     joined_at: float | None
+    waited_s: float
 
 
 class EngineCore:
@@ -96,6 +99,7 @@ class EngineCore:
         self._pending: PendingStep | None = None
         self.flushed_at_step = 0  # steps before the last flush
         self._joined_at: float | None = None  # when the step in flight was dispatched, unless it overlapped another
+        self._waited_s = 0.0  # of the device, from the result of the step before to that
         self._failed: list[Req] = []  # that end after the step that is being processed
         self._finished: list[TokenIDOut] = []  # outputs of requests that ended between steps
 
@@ -292,13 +296,13 @@ class EngineCore:
         if in_flight is None or in_flight.batches[0].mode is not ForwardMode.TARGET_VERIFY or not self._runs:
             return None
         running = self.ranks.running
-        if any(req.grammar is not None for req in running):
+        if not self.runner.can_run_ahead or any(req.grammar is not None for req in running):
             return None  # a mask follows tokens that the host knows
-        num_drafts = speculation.choose_ahead(running, self.num_steps + 1)
-        batch = self.ranks[0].schedule_ahead(num_drafts) if num_drafts else None
-        if batch is None:
+        (scheduler,) = self.ranks
+        drafts = speculation.choose_ahead(running, scheduler.count_in_flight(), self.num_steps + 1)
+        if drafts is None or (batch := scheduler.schedule_ahead(drafts.num_drafts, drafts.texts)) is None:
             return None
-        speculation.expect_result(running)
+        speculation.expect_result(running, drafts)
         self._invalidate_recycled_rows()
         return (batch,)
 
@@ -316,8 +320,10 @@ class EngineCore:
         if not may_draft:
             speculation.count_skipped(running)
         batches = self._schedule(speculation.propose(running) if may_draft else NO_DRAFTS)
+        dispatched = None if batches is None else self._start(batches)
         self._joined_at = time.monotonic()
-        self._pending = self._sample_late(None if batches is None else self._start(batches))
+        self._waited_s = 0.0 if committed is None else self._joined_at - committed.read_at
+        self._pending = self._sample_late(dispatched)
         if committed is not None:
             outs += self._outputs_to_stream(committed.advanced)
             self._note_step(committed, overlaps=False)
@@ -407,7 +413,7 @@ class EngineCore:
             if batch.num_requests:
                 advanced += self._commit(number, batch, result)
         self.num_steps += 1
-        return _CommittedStep(pending.batches, advanced, read_at, self._joined_at)
+        return _CommittedStep(pending.batches, advanced, read_at, self._joined_at, self._waited_s)
 
     def _outputs_of_finished(self, advanced: Iterable[Req]) -> list[TokenIDOut]:
         """The last outputs of the requests that have ended, whose pages are released."""
@@ -464,13 +470,14 @@ class EngineCore:
     def _time_step(
         self, speculation: Speculation, committed: _CommittedStep, elapsed_s: float, *, overlaps: bool
     ) -> None:
-        """Report what a step took: with drafts the time from the end of the step before to its own, host work included;
-        without them what an overlapped step takes, also where this one did not overlap."""
+        """Report what a step took: of a joined one from its dispatch to its result, and how long the device had waited;
+        of another one from the result of the step before to its own."""
         batch, joined_at = committed.batches[0], committed.joined_at
-        if batch.mode is ForwardMode.TARGET_VERIFY or (overlaps and joined_at is None):
+        is_verify = batch.mode is ForwardMode.TARGET_VERIFY
+        if joined_at is not None and (is_verify or not overlaps):
+            speculation.time_step(batch, committed.read_at - joined_at, waited_s=committed.waited_s)
+        elif joined_at is None and (is_verify or overlaps):
             speculation.time_step(batch, elapsed_s)
-        elif joined_at is not None and not overlaps:
-            speculation.time_step(batch, committed.read_at - joined_at)
 
     def _make_output(self, req: Req) -> TokenIDOut:
         """What a request has gained since its last output. A finished request carries its rows (one that streams rows:

@@ -7,19 +7,22 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Float64, Int32
 
+from routed_experts.core.buckets import continuation_size
 from routed_experts.core.model_worker_batch import ModelWorkerBatch, StepResult
 from routed_experts.core.speculative_stats import SpeculativeCounter, SpeculativeCounts, SpeculativeTotals
+from routed_experts.engine.loop.text_ahead import TextAhead
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 from routed_experts.speculation.acceptance_estimates import AcceptanceEstimates
 from routed_experts.speculation.cost_table import CostTable
 from routed_experts.speculation.drafter import NO_DRAFT, Draft, Drafter, DraftSample, DraftSequence, DraftSource
 from routed_experts.speculation.model_drafter import ModelDrafter
+from routed_experts.speculation.sorted_contexts import MOST_DRAFTS
 
 logger = logging.getLogger(__name__)
 MAX_FAILURES = 3  # of a drafter, until it is switched off
@@ -45,7 +48,13 @@ class Policy(Protocol):
         """Return for each request how many of its drafts to verify."""
         ...
 
-    def tried(self, *, num_requests: int, num_drafts: int, num_emitted: int) -> None:
+    def choose_ahead(
+        self, survivals: Sequence[Float64[np.ndarray, " k"]], num_requests: int, *, joined_gain: float
+    ) -> list[int]:
+        """Return the same for a step that the device does not wait for; none where a joined step is better."""
+        ...
+
+    def tried(self, *, num_requests: int, num_drafts: int, num_emitted: int, is_joined: bool = True) -> None:
         """Report on the step that should_try allowed."""
         ...
 
@@ -86,6 +95,15 @@ class _Verified(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class DraftsAhead:
+    """What a step that is ahead verifies, by request id: how many drafts, and the texts that they are of (None: they
+    are on the device)."""
+
+    num_drafts: Mapping[str, int]
+    texts: Mapping[str, Int32[np.ndarray, " C"]] | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Unverified:
     """A draft that no step verifies. `start`: the position of its first token."""
 
@@ -105,6 +123,7 @@ class Speculation:
         self._drafter: Drafter | None = drafter  # None: it has failed too often
         self.totals, self._counter = SpeculativeTotals(), SpeculativeCounter()
         self._limits, self._estimates = limits, AcceptanceEstimates()
+        self._text_ahead = TextAhead(limits.num_drafts)
         self._indexed: dict[str, int] = {}  # by request: tokens that the drafter has
         self._unverified: dict[str, _Unverified] = {}  # by request
         self._sources: dict[str, DraftSource] = {}  # of the last proposals, by request
@@ -165,24 +184,41 @@ class Speculation:
             if length > 0
         }
 
-    def choose_ahead(self, running: Sequence[Req], step: int) -> dict[str, int]:
-        """How many drafts of a model the next step verifies while the one before it, a verify step, is in flight, by
-        request id; empty: none, or the host has to know them. They are expected to be as good as the last ones."""
-        model = self._model_drafter
-        if model is None or not self.policy.should_try(step) or self.policy.is_off:
-            return {}
-        start = time.perf_counter()
-        known = [model.last_offer(req.rid)[1] if _may_speculate(req) else NO_DRAFT for req in running]
-        expected = [self._estimates.foresee(req.rid, draft) for req, draft in zip(running, known, strict=True)]
-        lengths = self.policy.choose(expected, len(running))
+    def choose_ahead(self, running: Sequence[Req], in_flight: Mapping[str, int], step: int) -> DraftsAhead | None:
+        """The drafts that the next step verifies while the one before it, a verify step, is in flight; None: none, or
+        the host has to read first. `in_flight`: tokens that a request feeds in that step. Drafts of a model, which are
+        on the device, are expected to be as good as the last ones."""
+        if self.has_failed or not self.policy.should_try(step) or self.policy.is_off:
+            return None
+        start, model, texts = time.perf_counter(), self._model_drafter, None
+        if model is not None:
+            known = [model.last_offer(req.rid)[1] if _may_speculate(req) else NO_DRAFT for req in running]
+            expected = [self._estimates.foresee(req.rid, draft) for req, draft in zip(running, known, strict=True)]
+            lengths = self.policy.choose_ahead(expected, len(running), joined_gain=1.0)
+        else:
+            expected = [self._continue(req, in_flight.get(req.rid, 0)) for req in running]
+            lengths = self.policy.choose_ahead(expected, len(running), joined_gain=self._text_ahead.joined_gain)
+            texts = {req.rid: self._text_ahead.text(req.rid) for req in running}
         self.totals.draft_s += time.perf_counter() - start
-        return {req.rid: length for req, length in zip(running, lengths, strict=True) if length}
+        chosen = {req.rid: length for req, length in zip(running, lengths, strict=True) if length}
+        return DraftsAhead(chosen, texts) if chosen else None
 
-    def expect_result(self, running: Sequence[Req]) -> None:
+    def _continue(self, req: Req, in_flight: int) -> Float64[np.ndarray, " k"]:
+        """Propose what follows the known tokens of a request; returns the estimated survival of what is behind the step
+        in flight."""
+        draft = None
+        if _may_speculate(req) and self._index(req):
+            draft = self._checked(req, min(continuation_size(self._limits.num_drafts), MOST_DRAFTS))
+        return self._text_ahead.propose(req.rid, req.num_known, draft or NO_DRAFT, in_flight)
+
+    def expect_result(self, running: Sequence[Req], drafts: DraftsAhead) -> None:
         """Take note that a step with the chosen drafts has been scheduled."""
         self._num_in_flight += 1
         for req in running:
-            if (reason := _refusal(req)) is not None:
+            reason = _refusal(req)
+            if reason is None and drafts.texts is not None and drafts.texts[req.rid].size == 0:
+                reason = "no_match"
+            if reason is not None:
                 self.totals.skipped[reason] += 1
 
     def catch_up(self, running: Iterable[Req]) -> None:
@@ -256,7 +292,12 @@ class Speculation:
             self._num_in_flight -= 1
             accepted = 0 if result.accepted is None else int(result.accepted.sum())
             drafts = 0 if result.accepted is None else num_drafts
-            self.policy.tried(num_requests=num_requests, num_drafts=drafts, num_emitted=num_requests + accepted)
+            self.policy.tried(
+                num_requests=num_requests,
+                num_drafts=drafts,
+                num_emitted=num_requests + accepted,
+                is_joined=not batch.is_ahead,
+            )
         if result.accepted is not None:
             self._observe_accepted(batch, result.accepted, advanced)
         if result.drafts is not None:
@@ -275,15 +316,24 @@ class Speculation:
                 continue
             if model is not None and batch.is_ahead:  # drafted before the host knew it
                 self._estimates.survival(req.rid, model.last_offer(req.rid)[1])
-            emitted = req.num_known - 1 - first_positions[row]
+            before = first_positions[row] + 1  # tokens that the request had
+            emitted = req.num_known - before
+            if model is None:
+                source = self._sources.get(req.rid, DraftSource.CONTEXT)
+                if batch.is_ahead:
+                    source = self._text_ahead.draft_before(req.rid, before).source
+                self._text_ahead.observe(req.rid, before, req.tokens[before : req.num_known].tolist())
+            else:
+                source = DraftSource.MODEL
             if proposed == 0 or emitted == 0:  # emitted none: the step before ended it, this one fed its last token
                 continue
-            self._estimates.observe(req.rid, proposed, accepted)
-            source = self._sources.get(req.rid, DraftSource.CONTEXT) if model is None else DraftSource.MODEL
+            if model is not None or not batch.is_ahead:
+                self._estimates.observe(req.rid, proposed, accepted)
             verified = _Verified(source, proposed, min(accepted, emitted), emitted)
             self._uncounted.append(verified)
             if source is DraftSource.PREDICTION:
                 req.speculative.add_predicted(proposed=proposed, accepted=verified.accepted)
+        self._text_ahead.end_step()
         self._num_uncounted_steps += 1
 
     def _count_verified(self) -> None:
@@ -319,11 +369,13 @@ class Speculation:
                 row = rows[req.slot]
                 model.offer(req.rid, req.num_known, drafts[row, :most], probabilities[row])
 
-    def time_step(self, batch: ModelWorkerBatch, seconds: float) -> None:
-        """Take note of what a step without prompt chunks took: one with drafts all in all, one without them while the
-        host's work overlaps it. While drafting is off, one in TIMED_EVERY of the steps without drafts is noted."""
+    def time_step(self, batch: ModelWorkerBatch, seconds: float, *, waited_s: float | None = None) -> None:
+        """Take note of what a step without prompt chunks took, and before that how long the device waited for the host
+        (None: it did not). While drafting is off, one in TIMED_EVERY of the steps without drafts is noted."""
         if not batch.all_generated:
             return
+        if waited_s is not None:
+            self.costs.follow_wait(batch.num_requests, waited_s)
         rests = batch.num_tokens == batch.num_requests and self.policy.is_off
         if rests and self._num_untimed < TIMED_EVERY - 1:
             self._num_untimed += 1
@@ -365,6 +417,7 @@ class Speculation:
             self._drafter.close(req.rid)  # a draft model has drafted for requests that are not indexed, too
         self._unverified.pop(req.rid, None)
         self._estimates.forget(req.rid)
+        self._text_ahead.close(req.rid)
 
     def _draft(self, req: Req) -> Draft:
         """What the drafter proposes for a request; empty where it may not have drafts, or the drafter fails."""

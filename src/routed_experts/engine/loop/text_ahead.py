@@ -1,0 +1,125 @@
+"""TextAhead: drafts of the host for verify steps that are scheduled while the one before them is in flight.
+
+The host knows the tokens before the step in flight. It proposes a continuation of them that is long enough for what
+this step adds to the request, and for the drafts of the next; the device takes these drafts from where the request
+stands then (execution/slot_state.py). The device does not wait for them, but they assume more than the drafts of a
+joined step, which follow tokens that the host knows. Both kinds are compared with the tokens that come, whichever is
+verified, and the policy chooses by what is accepted of each. Engine thread only. Dims: C tokens of a continuation, k
+drafts."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float64, Int32
+
+from routed_experts.speculation.acceptance_estimates import AcceptanceEstimates
+from routed_experts.speculation.drafter import NO_DRAFT, Draft
+
+HALF_LIFE = 32  # steps
+PRIOR = 4.0  # drafts, all accepted, that both kinds begin with
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Continuation:
+    """What was proposed behind the first `num_known` tokens of a request. `behind`: where in it the drafts begin that
+    follow the step in flight, if that adds all tokens that it may."""
+
+    num_known: int
+    draft: Draft
+    behind: int
+
+
+class _AcceptedShare:
+    """The share of drafts that are right, of those before which all were; the last steps count most."""
+
+    def __init__(self) -> None:
+        self._accepted = self._reached = PRIOR
+
+    def observe(self, accepted: int, reached: int) -> None:
+        """Add drafts of a request."""
+        self._accepted += accepted
+        self._reached += reached
+
+    def fade(self) -> None:
+        """Let what was observed count less: called once a step."""
+        decay = 0.5 ** (1 / HALF_LIFE)
+        self._accepted, self._reached = self._accepted * decay, self._reached * decay
+
+    def expected(self, num_drafts: int) -> float:
+        """How many of so many drafts of a request are accepted on average, all equally likely to be right."""
+        share = self._accepted / self._reached
+        return sum(share**number for number in range(1, num_drafts + 1))
+
+
+class TextAhead:
+    """Continuations of the running requests, and what became of those before. `num_drafts`: of a request, at most."""
+
+    def __init__(self, num_drafts: int) -> None:
+        self._num_drafts = num_drafts
+        self._estimates = AcceptanceEstimates()
+        self._joined, self._ahead = _AcceptedShare(), _AcceptedShare()
+        self._proposed: dict[str, list[_Continuation]] = {}  # by request: the last two, the newest last
+
+    @property
+    def joined_gain(self) -> float:
+        """How many drafts of a joined step are accepted for one of a step that is ahead."""
+        return self._joined.expected(self._num_drafts) / max(self._ahead.expected(self._num_drafts), 1e-3)
+
+    def propose(self, rid: str, num_known: int, draft: Draft, in_flight: int) -> Float64[np.ndarray, " k"]:
+        """Take a continuation of the first `num_known` tokens of a request, of which the step in flight feeds
+        `in_flight`. Returns the estimated survival of the drafts behind that step."""
+        self._proposed[rid] = [*self._proposed.get(rid, ())[-1:], _Continuation(num_known, draft, in_flight)]
+        return self._estimates.foresee(rid, self._drafts_behind(draft, in_flight))
+
+    def text(self, rid: str) -> Int32[np.ndarray, " C"]:
+        """The last continuation of a request."""
+        return self._proposed[rid][-1].draft.tokens
+
+    def draft_before(self, rid: str, num_known: int) -> Draft:
+        """The newest continuation of fewer than `num_known` tokens of a request: what a step ahead has verified that
+        began behind these."""
+        older = [one.draft for one in self._proposed.get(rid, ()) if one.num_known < num_known]
+        return older[-1] if older else NO_DRAFT
+
+    def observe(self, rid: str, num_known: int, emitted: Sequence[int]) -> None:
+        """Compare what was proposed with the tokens that a step has added behind the first `num_known` of a
+        request."""
+        for one in self._proposed.get(rid, ()):
+            skipped = num_known - one.num_known
+            if skipped < 0:
+                continue
+            drafted = one.draft.tokens[skipped : skipped + min(self._num_drafts, len(emitted))].tolist()
+            if not drafted:
+                continue
+            accepted = _count_equal(drafted, emitted)
+            reached = min(accepted + 1, len(drafted))
+            if skipped == 0:
+                self._joined.observe(accepted, reached)
+                continue
+            self._ahead.observe(accepted, reached)
+            behind = self._drafts_behind(one.draft, one.behind)
+            self._estimates.survival(rid, behind)
+            self._estimates.observe(rid, min(len(drafted), behind.tokens.size), min(accepted, behind.tokens.size))
+
+    def end_step(self) -> None:
+        """Take note that the requests of a step have been observed."""
+        self._joined.fade()
+        self._ahead.fade()
+
+    def close(self, rid: str) -> None:
+        """Forget a request; an unknown one is ignored."""
+        self._proposed.pop(rid, None)
+        self._estimates.forget(rid)
+
+    def _drafts_behind(self, draft: Draft, behind: int) -> Draft:
+        end = behind + self._num_drafts
+        return Draft(draft.tokens[behind:end], draft.survival[behind:end], draft.source)
+
+
+def _count_equal(drafted: Sequence[int], emitted: Sequence[int]) -> int:
+    """How many leading tokens are equal."""
+    for index, (ours, theirs) in enumerate(zip(drafted, emitted, strict=False)):
+        if ours != theirs:
+            return index
+    return min(len(drafted), len(emitted))

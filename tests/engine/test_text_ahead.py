@@ -1,0 +1,87 @@
+"""TextAhead: what is learned of drafts that are proposed while a step is in flight, against loops over positions."""
+
+import numpy as np
+import pytest
+
+from routed_experts.engine.loop.text_ahead import HALF_LIFE, PRIOR, TextAhead
+from routed_experts.speculation.drafter import NO_DRAFT, Draft, DraftSource
+
+NUM_DRAFTS = 3
+DECAY = 0.5 ** (1 / HALF_LIFE)
+
+
+def draft(tokens, source=DraftSource.CONTEXT):
+    return Draft(np.array(tokens, np.int32), 0.9 ** np.arange(1, len(tokens) + 1), source)
+
+
+def leading(drafted, emitted):
+    """Accepted drafts, and drafts whose predecessors were all accepted, of those that tokens are known for."""
+    accepted = reached = 0
+    for ours, theirs in zip(drafted[:NUM_DRAFTS], emitted, strict=False):
+        reached += 1
+        if ours != theirs:
+            break
+        accepted += 1
+    return accepted, reached
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_both_kinds_of_drafts_are_compared_with_the_tokens_that_come(seed):
+    """A request is proposed for before each step is read; a step adds 1 to 4 tokens."""
+    rng = np.random.default_rng(seed)
+    text, ahead = rng.integers(0, 3, 400), TextAhead(NUM_DRAFTS)
+    joined = behind = np.full(2, PRIOR)
+    known, before, num_compared = 5, None, 0
+    while known + 20 < text.size:
+        count = int(rng.integers(0, 2 * NUM_DRAFTS + 2))
+        proposed = np.where(rng.random(count) < 0.3, rng.integers(0, 3, count), text[known : known + count]).tolist()
+        ahead.propose("a", known, draft(proposed), int(rng.integers(1, NUM_DRAFTS + 2)))
+        emitted = text[known : known + int(rng.integers(1, NUM_DRAFTS + 2))].tolist()
+        ahead.observe("a", known, emitted)
+        joined = joined + leading(proposed, emitted)
+        if before is not None:
+            first, older = before
+            behind = behind + leading(older[known - first :], emitted)
+            num_compared += bool(older[known - first :])
+        ahead.end_step()
+        joined, behind = joined * DECAY, behind * DECAY
+        before, known = (known, proposed), known + len(emitted)
+    assert num_compared > 20
+    shares = joined[0] / joined[1], behind[0] / behind[1]
+    expected = [sum(share**number for number in range(1, NUM_DRAFTS + 1)) for share in shares]
+    assert ahead.joined_gain == pytest.approx(expected[0] / expected[1])
+
+
+def test_drafts_of_both_kinds_begin_equal():
+    assert TextAhead(NUM_DRAFTS).joined_gain == pytest.approx(1.0)
+
+
+def test_texts_that_are_right_at_first_alone_make_joined_steps_better_and_are_expected_to_be_wrong():
+    ahead = TextAhead(NUM_DRAFTS)
+    for step in range(40):
+        known = 10 + 4 * step
+        survival = ahead.propose("a", known, draft([1, 1, 1, 1, 9, 9, 9]), 4)
+        ahead.observe("a", known, [1, 1, 1, 1])
+        ahead.end_step()
+    assert ahead.joined_gain > 5
+    assert survival[0] < 0.2 < 0.9**5
+
+
+def test_the_survival_of_drafts_behind_a_step_is_that_of_their_place_in_the_text():
+    claims = draft(range(7)).survival
+    assert TextAhead(NUM_DRAFTS).propose("a", 5, draft(range(7)), 2).tolist() == pytest.approx(claims[2:5])
+    assert TextAhead(NUM_DRAFTS).propose("a", 5, draft(range(3)), 2).tolist() == pytest.approx(claims[2:3])
+    assert TextAhead(NUM_DRAFTS).propose("a", 5, NO_DRAFT, 2).size == 0
+
+
+def test_a_step_has_verified_the_continuation_of_fewer_tokens_than_it_began_with():
+    ahead = TextAhead(NUM_DRAFTS)
+    assert ahead.draft_before("a", 9) is NO_DRAFT
+    old, new = draft([1, 2], DraftSource.ROLLOUT), draft([3, 4, 5])
+    ahead.propose("a", 5, old, 2)
+    ahead.propose("a", 7, new, 2)
+    assert ahead.draft_before("a", 7) is old and ahead.draft_before("a", 9) is new
+    assert ahead.text("a").tolist() == [3, 4, 5]
+    ahead.close("a")
+    ahead.close("unknown")
+    assert ahead.draft_before("a", 9) is NO_DRAFT
