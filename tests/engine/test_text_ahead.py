@@ -15,14 +15,14 @@ def draft(tokens, source=DraftSource.CONTEXT):
 
 
 def leading(drafted, emitted):
-    """Accepted drafts, and drafts whose predecessors were all accepted, of those that tokens are known for."""
-    accepted = reached = 0
-    for ours, theirs in zip(drafted[:NUM_DRAFTS], emitted, strict=False):
-        reached += 1
+    """[2, k]: by index, whether a draft was accepted, and whether it was compared with a token behind accepted ones."""
+    counts = np.zeros((2, NUM_DRAFTS))
+    for index, (ours, theirs) in enumerate(zip(drafted[:NUM_DRAFTS], emitted, strict=False)):
+        counts[1, index] = 1
         if ours != theirs:
             break
-        accepted += 1
-    return accepted, reached
+        counts[0, index] = 1
+    return counts
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -30,14 +30,14 @@ def test_both_kinds_of_drafts_are_compared_with_the_tokens_that_come(seed):
     """A request is proposed for before each step is read; a step adds 1 to 4 tokens."""
     rng = np.random.default_rng(seed)
     text, ahead = rng.integers(0, 3, 400), TextAhead(NUM_DRAFTS)
-    joined = behind = np.full(2, PRIOR)
+    joined = behind = np.full((2, NUM_DRAFTS), PRIOR)
     known, before, num_compared = 5, None, 0
     while known + 20 < text.size:
         count = int(rng.integers(0, 2 * NUM_DRAFTS + 2))
         proposed = np.where(rng.random(count) < 0.3, rng.integers(0, 3, count), text[known : known + count]).tolist()
         ahead.propose("a", known, draft(proposed), int(rng.integers(1, NUM_DRAFTS + 2)))
         emitted = text[known : known + int(rng.integers(1, NUM_DRAFTS + 2))].tolist()
-        ahead.observe("a", known, emitted)
+        ahead.observe("a", known, np.array(emitted))
         joined = joined + leading(proposed, emitted)
         if before is not None:
             first, older = before
@@ -47,8 +47,7 @@ def test_both_kinds_of_drafts_are_compared_with_the_tokens_that_come(seed):
         joined, behind = joined * DECAY, behind * DECAY
         before, known = (known, proposed), known + len(emitted)
     assert num_compared > 20
-    shares = joined[0] / joined[1], behind[0] / behind[1]
-    expected = [sum(share**number for number in range(1, NUM_DRAFTS + 1)) for share in shares]
+    expected = [np.cumprod(accepted / reached).sum() for accepted, reached in (joined, behind)]
     assert ahead.joined_gain == pytest.approx(expected[0] / expected[1])
 
 
@@ -61,10 +60,22 @@ def test_texts_that_are_right_at_first_alone_make_joined_steps_better_and_are_ex
     for step in range(40):
         known = 10 + 4 * step
         survival = ahead.propose("a", known, draft([1, 1, 1, 1, 9, 9, 9]), 4)
-        ahead.observe("a", known, [1, 1, 1, 1])
+        ahead.observe("a", known, np.ones(4, np.int32))
         ahead.end_step()
     assert ahead.joined_gain > 5
     assert survival[0] < 0.2 < 0.9**5
+
+
+def test_text_that_ends_is_seen_by_a_step_without_drafts_and_once():
+    ahead = TextAhead(NUM_DRAFTS)
+    for step in range(40):
+        known = 10 + 7 * step
+        ahead.propose("a", known, draft([1] * 7), 4)
+        ahead.observe("a", known, np.ones(4, np.int32))
+        for later in range(known + 4, known + 7):  # steps of one token that nothing is proposed for
+            ahead.observe("a", later, np.array([2]))
+        ahead.end_step()
+    assert ahead.joined_gain > 5, "each text went on for one step, and was wrong in the next"
 
 
 def test_the_survival_of_drafts_behind_a_step_is_that_of_their_place_in_the_text():

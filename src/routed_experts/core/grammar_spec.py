@@ -114,9 +114,9 @@ class GrammarSpec:
         if (allowed_token_ids and not ids) or len(ids) > MAX_ALLOWED_IDS or wrong:
             text = f"{wrong or f'is {short_repr(allowed_token_ids)}'}; send a list of 1 to {MAX_ALLOWED_IDS} token ids"
             _refuse("allowed_token_ids", text, code="invalid_request")
-        wrong = _wrong_item(words, lambda word: not (isinstance(word, str) and 1 <= len(word) <= MAX_BAD_WORD_CHARS))
+        wrong = _wrong_item(words, lambda word: not (_is_text(word) and 1 <= len(word) <= MAX_BAD_WORD_CHARS))
         if (bad_words and not words) or len(words) > MAX_BAD_WORDS or wrong:
-            size = f"{MAX_BAD_WORDS} texts of 1..{MAX_BAD_WORD_CHARS} characters"
+            size = f"{MAX_BAD_WORDS} texts of 1..{MAX_BAD_WORD_CHARS} characters of valid Unicode"
             text = f"{wrong or f'is {short_repr(bad_words)}'}; send at most {size}"
             _refuse("bad_words", text, code="invalid_request")
         if not ids and not words:
@@ -183,6 +183,17 @@ class GrammarSpec:
 
 def _refuse(param: str, text: str, *, code: str = "invalid_grammar") -> NoReturn:
     raise InvalidRequestError(f"{PARAM} {text}", param=param, code=code)
+
+
+def _is_text(value: object) -> bool:
+    """Whether this is text that UTF-8 can hold: no half of a surrogate pair."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _wrong_item(items: Sequence[Any], is_wrong: Callable[[Any], bool]) -> str:

@@ -300,6 +300,10 @@ class Speculation:
             )
         if result.accepted is not None:
             self._observe_accepted(batch, result.accepted, advanced)
+        else:
+            for req in advanced:  # one token each
+                before = req.num_known - 1
+                self._text_ahead.observe(req.rid, before, req.tokens[before : req.num_known])
         if result.drafts is not None:
             self._offer(batch, result.drafts, advanced)
 
@@ -322,7 +326,7 @@ class Speculation:
                 source = self._sources.get(req.rid, DraftSource.CONTEXT)
                 if batch.is_ahead:
                     source = self._text_ahead.draft_before(req.rid, before).source
-                self._text_ahead.observe(req.rid, before, req.tokens[before : req.num_known].tolist())
+                self._text_ahead.observe(req.rid, before, req.tokens[before : req.num_known])
             else:
                 source = DraftSource.MODEL
             if proposed == 0 or emitted == 0:  # emitted none: the step before ended it, this one fed its last token

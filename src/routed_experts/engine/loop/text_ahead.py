@@ -4,8 +4,8 @@ The host knows the tokens before the step in flight. It proposes a continuation 
 this step adds to the request, and for the drafts of the next; the device takes these drafts from where the request
 stands then (execution/slot_state.py). The device does not wait for them, but they assume more than the drafts of a
 joined step, which follow tokens that the host knows. Both kinds are compared with the tokens that come, whichever is
-verified, and the policy chooses by what is accepted of each. Engine thread only. Dims: C tokens of a continuation, k
-drafts."""
+verified, and the policy chooses by what is accepted of each. Engine thread only. Dims: C tokens of a continuation, Q
+tokens that a step adds to a request, k drafts."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -30,26 +30,33 @@ class _Continuation:
     behind: int
 
 
-class _AcceptedShare:
-    """The share of drafts that are right, of those before which all were; the last steps count most."""
+class _AcceptedDrafts:
+    """Drafts by their index: how many were right, of those before which all were. The last steps count most."""
 
-    def __init__(self) -> None:
-        self._accepted = self._reached = PRIOR
+    def __init__(self, num_drafts: int) -> None:
+        self._accepted, self._reached = [PRIOR] * num_drafts, [PRIOR] * num_drafts
 
     def observe(self, accepted: int, reached: int) -> None:
-        """Add drafts of a request."""
-        self._accepted += accepted
-        self._reached += reached
+        """Add the first `reached` drafts of a request, of which the first `accepted` were right."""
+        for index in range(reached):
+            self._accepted[index] += index < accepted
+            self._reached[index] += 1
 
     def fade(self) -> None:
         """Let what was observed count less: called once a step."""
         decay = 0.5 ** (1 / HALF_LIFE)
-        self._accepted, self._reached = self._accepted * decay, self._reached * decay
+        self._accepted = [count * decay for count in self._accepted]
+        self._reached = [count * decay for count in self._reached]
 
-    def expected(self, num_drafts: int) -> float:
-        """How many of so many drafts of a request are accepted on average, all equally likely to be right."""
-        share = self._accepted / self._reached
-        return sum(share**number for number in range(1, num_drafts + 1))
+    @property
+    def expected(self) -> float:
+        """How many drafts of a request are accepted on average. Drafts that no token was compared with count by what is
+        known of their index (the estimator of Kaplan and Meier)."""
+        total, survival = 0.0, 1.0
+        for accepted, reached in zip(self._accepted, self._reached, strict=True):
+            survival *= accepted / reached
+            total += survival
+        return total
 
 
 class TextAhead:
@@ -58,13 +65,13 @@ class TextAhead:
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
         self._estimates = AcceptanceEstimates()
-        self._joined, self._ahead = _AcceptedShare(), _AcceptedShare()
+        self._joined, self._ahead = _AcceptedDrafts(num_drafts), _AcceptedDrafts(num_drafts)
         self._proposed: dict[str, list[_Continuation]] = {}  # by request: the last two, the newest last
 
     @property
     def joined_gain(self) -> float:
         """How many drafts of a joined step are accepted for one of a step that is ahead."""
-        return self._joined.expected(self._num_drafts) / max(self._ahead.expected(self._num_drafts), 1e-3)
+        return self._joined.expected / max(self._ahead.expected, 1e-3)
 
     def propose(self, rid: str, num_known: int, draft: Draft, in_flight: int) -> Float64[np.ndarray, " k"]:
         """Take a continuation of the first `num_known` tokens of a request, of which the step in flight feeds
@@ -82,10 +89,15 @@ class TextAhead:
         older = [one.draft for one in self._proposed.get(rid, ()) if one.num_known < num_known]
         return older[-1] if older else NO_DRAFT
 
-    def observe(self, rid: str, num_known: int, emitted: Sequence[int]) -> None:
-        """Compare what was proposed with the tokens that a step has added behind the first `num_known` of a
-        request."""
-        for one in self._proposed.get(rid, ()):
+    def observe(self, rid: str, num_known: int, following: Int32[np.ndarray, " Q"]) -> None:
+        """Compare what was proposed with the tokens that a step has added behind the first `num_known` of a request,
+        whether it had drafts or not: text that ends is seen by steps without them."""
+        proposed = self._proposed.get(rid)
+        if not proposed:
+            return
+        emitted = following.tolist()
+        self._proposed[rid] = [one for one in proposed if one.num_known >= num_known]  # the others had their step
+        for one in proposed:
             skipped = num_known - one.num_known
             if skipped < 0:
                 continue
