@@ -12,19 +12,23 @@ from layers.test_attention import make_step
 from layers.test_moe import biased_loop, random_call
 from layers.test_native_batch_invariance import bits
 from layers.test_scoring_funcs import SPECS, inputs, oracle
-from routed_experts.layers.attention import PagedBatch, write_kv
+from routed_experts.layers.attention import FusedQKV, PagedBatch, write_kv
 from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.attention_variants import reference_variant, write_latent
 from routed_experts.layers.native.ops import (
     NATIVE_KERNELS,
+    native_add_gated,
     native_attention,
     native_experts,
+    native_gate_heads,
     native_gated,
+    native_qk_prepare,
     native_router,
     native_variant,
     native_write,
 )
 from routed_experts.layers.routing import LayerRouting, RouterSpec, replay_topk
+from routed_experts.layers.stack_traits import StackTraits
 from support.routing_blocks import empty_block
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -317,3 +321,121 @@ def test_features_that_do_nothing_are_plain_attention_by_a_bit():
     args = (jnp.asarray(step.queries), jnp.where(step.pool > 1e4, 0, step.pool), jnp.int32(step.first_page), step.batch)
     wide = AttentionFeatures(window=1000, chunk=1000, scale=step.queries.shape[2] ** -0.5)
     np.testing.assert_array_equal(VARIANT(*args, wide), PLAIN(*args))
+
+
+class Prepared:
+    """A projection of a step, and what becomes of it in float64."""
+
+    heads, groups = 4, 2
+
+    def __init__(self, traits, frequencies, *, is_biased=False):
+        rng = np.random.default_rng(41)
+        self.step = make_step([(0, 20), (45, 1), (9, 1), (0, 3)], page_size=16, num_tokens=31, num_requests=6, heads=4)
+        self.traits, self.frequencies = traits, frequencies
+        self.tokens, _, self.dim = self.step.queries.shape
+        columns = (self.heads * (2 if traits.gated else 1) + 2 * self.groups) * self.dim
+        widths = [heads * self.dim if traits.qk_norm == "whole" else self.dim for heads in (self.heads, self.groups)]
+        norms = [jnp.asarray(rng.standard_normal((3, width)), jnp.float32) for width in widths]
+        angles = rng.standard_normal((self.tokens, frequencies))
+        self.projected = FusedQKV(
+            qkv=jnp.asarray(rng.standard_normal((self.tokens, columns)), jnp.float32),
+            q_norm=norms[0] if traits.qk_norm else None,
+            k_norm=norms[1] if traits.qk_norm else None,
+            layer=jnp.int32(2),
+            cos=jnp.asarray(np.cos(angles), jnp.float32),
+            sin=jnp.asarray(np.sin(angles), jnp.float32),
+            eps=1e-6,
+            is_biased=is_biased,
+            traits=traits,
+        )
+
+    def run(self, **changes):
+        """Queries and the pool."""
+        pool, first = jnp.asarray(self.step.pool), jnp.int32(self.step.first_page)
+        projected = dataclasses.replace(self.projected, **changes)
+        return jax.jit(lambda pool: native_qk_prepare(projected, pool, first, self.step.batch))(pool)
+
+    def expected(self):
+        """Queries, keys and values."""
+        rows = np.asarray(self.projected.qkv, np.float64).reshape(self.tokens, -1, self.dim)
+        queries, keys, values = np.split(rows, [-2 * self.groups, -self.groups], axis=1)
+        queries = queries[:, 0::2] if self.traits.gated else queries
+        return self.head(queries, self.projected.q_norm), self.head(keys, self.projected.k_norm), values
+
+    def head(self, rows, norms):
+        steps = [lambda rows: self.norm(rows, norms), self.rotate]
+        for step in reversed(steps) if self.traits.norm_after_rope else steps:
+            rows = step(rows)
+        return rows
+
+    def norm(self, rows, norms):
+        if norms is None:
+            return rows
+        together = rows.reshape(self.tokens, 1, -1) if self.traits.qk_norm == "whole" else rows
+        scale = np.asarray(norms[2], np.float64) + self.traits.qk_norm_offset
+        return (together / np.sqrt(np.mean(together**2, axis=-1, keepdims=True) + 1e-6) * scale).reshape(rows.shape)
+
+    def rotate(self, rows):
+        count, rows = self.frequencies, rows.copy()
+        cos, sin = (np.asarray(part, np.float64)[:, None] for part in (self.projected.cos, self.projected.sin))
+        low, high = slice(0, count), slice(count, 2 * count)
+        if self.traits.interleaved:
+            low, high = slice(0, 2 * count, 2), slice(1, 2 * count, 2)
+        first, second = rows[..., low].copy(), rows[..., high].copy()
+        rows[..., low], rows[..., high] = first * cos - second * sin, second * cos + first * sin
+        return rows
+
+
+TRAITS = {
+    "no norm": (StackTraits(qk_norm=""), 3, False),
+    "pairs": (StackTraits(qk_norm="", interleaved=True), 2, False),
+    "a norm of all heads": (StackTraits(qk_norm="whole"), 4, False),
+    "gated heads, an offset": (StackTraits(qk_norm_offset=1.0, gated=True), 2, False),
+    "a norm behind": (StackTraits(norm_after_rope=True), 4, False),
+    "no positions": (StackTraits(rotary=False), 0, False),
+    "biased": (StackTraits(), 4, True),
+}
+
+
+@pytest.mark.parametrize("name", TRAITS)
+def test_a_projection_with_traits_is_prepared_as_in_numpy(name):
+    traits, frequencies, is_biased = TRAITS[name]
+    case = Prepared(traits, frequencies, is_biased=is_biased)
+    queries, written = case.run()
+    expected, keys, values = case.expected()
+    np.testing.assert_allclose(queries, expected, atol=2e-6)
+    step, batch = case.step, case.step.batch
+    plain = step.pool.copy()
+    for token in np.flatnonzero(batch.valid):
+        page, at = divmod(int(batch.positions[token]), 16)
+        slot = plain[step.first_page + int(batch.page_table[int(batch.token_rows[token]), page]), at]
+        slot[0::2], slot[1::2] = keys[token], values[token]
+    np.testing.assert_allclose(written, plain, atol=2e-6)
+    assert np.array_equal(np.asarray(written)[plain == step.pool], step.pool[plain == step.pool])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(layer=jnp.int32(3)), "the layer is outside the stack"),
+        (dict(cos=jnp.zeros((31, 9)), sin=jnp.zeros((31, 9))), "at most C / 2 frequencies"),
+        (dict(k_norm=jnp.zeros((3, 7))), "norms are"),
+        (dict(sin=jnp.zeros((31, 1))), "a row has the angles"),
+    ],
+)
+def test_a_projection_that_does_not_fit_is_an_error_and_not_a_crash(changes, message):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        Prepared(*TRAITS["gated heads, an offset"][:2]).run(**changes)[0].block_until_ready()
+
+
+def test_gates_of_heads_and_of_shared_experts_are_sigmoids():
+    case, rng = Prepared(*TRAITS["gated heads, an offset"][:2]), np.random.default_rng(43)
+    mixed = jnp.asarray(rng.standard_normal((case.tokens, case.heads, case.dim)), jnp.float32)
+    gates = np.asarray(case.projected.qkv, np.float64).reshape(case.tokens, -1, case.dim)[:, 1 : 2 * case.heads : 2]
+    gated = jax.jit(native_gate_heads, static_argnames="groups")(case.projected.qkv, mixed, groups=case.groups)
+    np.testing.assert_allclose(gated, np.asarray(mixed) / (1 + np.exp(-gates)), atol=1e-6)
+    y, shared, x = (jnp.asarray(rng.standard_normal((70, 45)), jnp.float32) for _ in range(3))
+    gate = jnp.asarray(rng.standard_normal((45, 1)), jnp.bfloat16)
+    weight = 1 / (1 + np.exp(-np.asarray(x, np.float64) @ np.asarray(gate, np.float64)))
+    expected = np.asarray(y) + weight * np.asarray(shared)
+    np.testing.assert_allclose(jax.jit(native_add_gated)(y, shared, x, gate), expected, atol=4e-6)

@@ -85,12 +85,9 @@ CASES = {  # layers, and changes of the config
     "a pattern behind dense layers": ([DENSE] * 2 + [layer(dict(window=window)) for window in (3, 0)] * 2, {}),
 }
 # What a feature does is compared in one of three ways in every run: with plain code, live or on rows that are given, or
-# with the layers in pieces, whose kernels test_native_features.py compares with plain code.
+# with the layers in pieces (test_native_pieces.py), whose kernels test_native_features.py compares with plain code.
 EQUAL_PLAIN = {("GPT-OSS", "bfloat16")} | {
     (name, "float32") for name in ("MiniMax-M2", "Granite", "chunks, and all without positions")
-}
-IN_PIECES_TOO = {("GPT-OSS", "float16")} | {
-    (name, "bfloat16") for name in ("HunYuan", "Qwen2-MoE", "gated heads, offset norms")
 }
 
 
@@ -129,18 +126,9 @@ def differences(name, dtype, kernels):
     return np.nanmean(np.abs(pool - stored)), rounded, all(np.array_equal(ids, own) for _, ids, _, own in pairs)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), thorough_but(IN_PIECES_TOO, [*((name, "bfloat16") for name in CASES), ("GPT-OSS", "float16")])
-)
-def test_layers_in_pieces_round_where_one_kernel_rounds(name, dtype):
-    """Some numbers of float32 differ in the last place, which changes a rounding now and then: of all cases, one input
-    of a product, and with it one token. Ids are equal."""
-    difference, rounded, same = differences(name, dtype, PIECES)
-    assert difference < IN_PIECES[dtype] and rounded < 0.1 and same
-
-
 @pytest.mark.parametrize(("name", "dtype"), [("GLM-4.5", "bfloat16"), ("GPT-OSS", "float16")])
 def test_pieces_whose_stream_has_the_dtype_of_the_weights_are_told_apart(name, dtype):
+    """Others have the bits of one kernel: test_native_pieces.py."""
     difference, rounded, _ = differences(name, dtype, dataclasses.replace(PIECES, stream_dtype=None))
     assert difference > 4 * IN_PIECES[dtype] and rounded > 0.5
 

@@ -52,10 +52,10 @@ class FusedQKV:
     """Queries, keys and values as projected (or S parts of the sums, in float32, to which `bias` is added), with the
     arrays of all layers of the run and the rotary angles. The first 2F dims of a head are rotated; for whole heads the
     angles may stand twice, and a layer without positions has none (F = 0). `head_dim`: C, where a pool's rows may be
-    wider; 0: their width. `dtype`: of queries, where `qkv` are parts of sums; None: that of `qkv`. `kv_scales`: of the
-    pool's codes, for kernels that take them. `next_matrices`: those that the values are multiplied by; from them a
-    kernel knows whether to scale them, as rows of all heads; None: it does not. A kernel whose `fused_features` are
-    empty gets angles twice and head norms, and nothing that is None here."""
+    wider; 0: their width. `is_biased`: whether `qkv` has a bias in it. `dtype`: of queries, where `qkv` are parts of
+    sums; None: that of `qkv`. `kv_scales`: of the pool's codes, for kernels that take them. `next_matrices`: those that
+    the values are multiplied by; from them a kernel knows whether to scale them, as rows of all heads; None: it does
+    not. A kernel whose `fused_features` are empty gets angles twice and head norms, and nothing that is None here."""
 
     qkv: Float[Array, "N HGGC"] | Float[Array, "S N HGGC"]
     q_norm: Float[Array, "R C"] | Float[Array, "R HC"] | None
@@ -67,6 +67,7 @@ class FusedQKV:
     bias: Float[Array, "R HGGC"] | None = None
     sinks: Float[Array, "R H"] | None = None
     head_dim: int = dataclasses.field(default=0, metadata={"static": True})
+    is_biased: bool = dataclasses.field(default=False, metadata={"static": True})
     traits: StackTraits = dataclasses.field(default=PLAIN_TRAITS, metadata={"static": True})
     dtype: jnp.dtype | None = dataclasses.field(default=None, metadata={"static": True})
     kv_scales: KVScales | None = None

@@ -164,12 +164,19 @@ def float32_product(x: Float[Array, "N D"], matrix: Float[Array, "D O"]) -> Floa
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowKernels:
     """Operations of a layer between the matrices that its other kernels read: `rms_norm` and `layer_norm` as in
-    norm.py, `gated` as in moe.py, each over the last axis, and `product` with a small matrix of one layer."""
+    norm.py, `gated` as in moe.py, each over the last axis, and `product` with a small matrix of one layer. `add_gated`:
+    (y, output of the shared experts, their input, its gate) -> y and the gated output; None: array code."""
 
     rms_norm: Callable[..., Float[Array, "... D"]] = rms_norm
     layer_norm: Callable[..., Float[Array, "... D"]] = layer_norm
     gated: Callable[..., Float[Array, "N F"]] = gated
     product: Callable[[Float[Array, "N D"], Float[Array, "D O"]], Float[Array, "N O"]] = float32_product
+    add_gated: (
+        Callable[
+            [Float[Array, "N D"], Float[Array, "N D"], Float[Array, "N D"], Float[Array, "D 1"]], Float[Array, "N D"]
+        ]
+        | None
+    ) = None
 
 
 REFERENCE_ROWS = RowKernels()

@@ -10,6 +10,16 @@ from routed_experts.layers.quantized import CODE_DTYPES, QuantizedWeight, Weight
 from routed_experts.layers.routing import SCORING_FUNCS, RouterSpec
 
 ACTIVATION_ORDER = ("silu", "clamped swiglu", "tanh gelu")  # of Activation in experts.h
+QK_NORMS = ("", "head", "whole")  # in the order of QkNorm in qk_prepare.h
+# Of attention, in the words of `GroupedAttention.stack_needs`, without biases of projections.
+ATTENTION_FEATURES = frozenset(
+    {
+        *("a sliding window", "chunks", "sinks", "its own scale", "gated heads"),
+        *("no q/k norm", "a q/k norm of all heads", "an offset q/k norm", "a norm after rotary positions"),
+        "a norm of all heads after rotary positions",
+        *("no rotary positions", "partial rotary positions", "interleaved rotary positions"),
+    }
+)
 
 
 def router_law(spec: RouterSpec) -> dict[str, Any]:

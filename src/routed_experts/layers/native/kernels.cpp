@@ -104,6 +104,64 @@ ffi::Error run_qk_norm_rope(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBu
   });
 }
 
+// The same of layers with traits (qk_prepare.h), from rows of floats; norms are [R, C], or [R, H C] and [R, G C], or [0]. A row of `cos` has
+// at least `frequencies` numbers, of which the first ones are read.
+ffi::Error run_qk_prepare(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::AnyBuffer q_norm, ffi::AnyBuffer k_norm, ffi::Buffer<ffi::S32> layer,
+                          ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin, ffi::AnyBuffer cache, ffi::Buffer<ffi::S32> first_page,
+                          ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> token_rows, ffi::Buffer<ffi::PRED> valid,
+                          ffi::Buffer<ffi::S32> page_table, std::optional<ffi::Buffer<ffi::F32>> kv_scales,
+                          ffi::Result<ffi::Buffer<ffi::F32>> queries, ffi::Result<ffi::AnyBuffer> written, float eps, float norm_offset,
+                          int64_t norm, int64_t frequencies, bool interleaved, bool gated, bool norm_after_rope, bool biased) {
+  const auto q = queries->dimensions(), kv = cache.dimensions(), table = page_table.dimensions();
+  const int64_t tokens = q[0], heads = q[1], dim = q[2], groups = kv[2] / 2, repeat = layer.typed_data()[0];
+  const int64_t angles = tokens == 0 ? 0 : int64_t(cos.element_count()) / tokens;
+  QkNormRopeShape shape{tokens, heads, groups, dim, table[1], kv[1], first_page.typed_data()[0], 0, eps, angles};
+  const QkTraits traits{QkNorm(norm), norm_offset, frequencies, interleaved, gated, norm_after_rope, biased};
+  const bool whole = traits.norm == QkNorm::kWhole, none = traits.norm == QkNorm::kNone;
+  const int64_t q_width = none ? 0 : (whole ? heads : 1) * dim, k_width = none ? 0 : (whole ? groups : 1) * dim;
+  if (kv_scales.has_value()) {
+    if (kv_scales->element_count() != 2 || cache.element_type() != ffi::U8) return mismatch("scales of keys and values are [2], of a pool of codes");
+    shape.kv_scales = {kv_scales->typed_data()[0], kv_scales->typed_data()[1]};
+  }
+  if (cache.untyped_data() != written->untyped_data()) return ffi::Error::Internal("the KV pool was copied");
+  if (kv[3] != dim) return ffi::Error::InvalidArgument("the pool's rows must be as wide as a head");
+  if (norm < 0 || norm > int64_t(QkNorm::kWhole) || frequencies < 0 || 2 * frequencies > dim || angles < frequencies || sin.element_count() != cos.element_count())
+    return mismatch("the norm is one of QkNorm, and a row has the angles of at most C / 2 frequencies");
+  if (int64_t(qkv.element_count()) != tokens * (heads * (gated ? 2 : 1) + 2 * groups) * dim || int64_t(positions.element_count()) != tokens ||
+      int64_t(token_rows.element_count()) != tokens || int64_t(valid.element_count()) != tokens)
+    return mismatch("qkv is [N, (H + 2G) C], of gated heads [N, (2H + 2G) C]; positions, token_rows and valid are [N]");
+  const int64_t repeats = none ? 1 : q_norm.dimensions()[0];
+  if (k_norm.element_type() != q_norm.element_type() || (!none && (int64_t(q_norm.element_count()) != repeats * q_width || int64_t(k_norm.element_count()) != repeats * k_width)))
+    return mismatch("norms are [R, C], of whole projections [R, H C] and [R, G C]");
+  if (!writable(positions, token_rows, valid, page_table, kv[1], shape.first_page, kv[0])) return ffi::Error::InvalidArgument(kOutsidePool);
+  if (repeat < 0 || (!none && repeat >= repeats)) return ffi::Error::InvalidArgument("the layer is outside the stack");
+  Team team(pool);
+  return dispatch_dtype(q_norm.element_type(), [&](auto type) {
+    using T = decltype(type);
+    const QkArrays<T> arrays{none ? nullptr : at<T>(q_norm) + repeat * q_width, none ? nullptr : at<T>(k_norm) + repeat * k_width, nullptr};
+    const QkNormRopeInputs<float, T> inputs{qkv.typed_data(), nullptr, nullptr, cos.typed_data(), sin.typed_data(),
+                                            positions.typed_data(), token_rows.typed_data(), page_table.typed_data(), valid.typed_data()};
+    return dispatch_pool(cache.element_type(), [&](auto stored) {
+      qk_prepare(team, shape, traits, arrays, inputs, queries->typed_data(), at<decltype(stored)>(written));
+      return ffi::Error::Success();
+    });
+  });
+}
+
+// `mixed` [N, H, C] is returned as `gated`, the same memory; `qkv` has a gate beside each query.
+ffi::Error run_gate_heads(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<ffi::F32> mixed, ffi::Result<ffi::Buffer<ffi::F32>> gated,
+                          int64_t groups) {
+  const auto rows = mixed.dimensions();
+  if (mixed.untyped_data() != gated->untyped_data()) return ffi::Error::Internal("the mixed values were copied");
+  if (groups < 1 || int64_t(qkv.element_count()) != rows[0] * (2 * rows[1] + 2 * groups) * rows[2])
+    return mismatch("qkv is [N, (2H + 2G) C] beside values [N, H, C]");
+  QkNormRopeShape shape{};
+  shape.tokens = rows[0], shape.heads = rows[1], shape.groups = groups, shape.dim = rows[2];
+  Team team(pool);
+  gate_heads<float>(team, shape, qkv.typed_data(), nullptr, gated->typed_data());
+  return ffi::Error::Success();
+}
+
 ffi::Error run_select(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> scores, ffi::Buffer<ffi::S32> order, ffi::Buffer<ffi::S32> capacity,
                       ffi::Buffer<ffi::S32> source, ffi::Buffer<ffi::PRED> valid, ffi::Result<ffi::Buffer<ffi::S32>> ids,
                       ffi::Result<ffi::Buffer<ffi::S32>> instances, ffi::Result<ffi::Buffer<ffi::S32>> rerouted,
@@ -231,6 +289,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RexNorm, rex::run_norm,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RexGate, rex::run_gate,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().Attr<int64_t>("activation"));
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexAddGated, rex::run_add_gated,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RexQkNormRope, rex::run_qk_norm_rope,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
@@ -250,6 +317,41 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RexQkNormRope, rex::run_qk_norm_rope,
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexQkPrepare, rex::run_qk_prepare,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .OptionalArg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("eps")
+                                  .Attr<float>("norm_offset")
+                                  .Attr<int64_t>("norm")
+                                  .Attr<int64_t>("frequencies")
+                                  .Attr<bool>("interleaved")
+                                  .Attr<bool>("gated")
+                                  .Attr<bool>("norm_after_rope")
+                                  .Attr<bool>("biased"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexGateHeads, rex::run_gate_heads,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("groups"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RexRouter, rex::run_router,
                               ffi::Ffi::Bind()

@@ -11,6 +11,7 @@
 #include "linear.h"
 #include "qk_prepare.h"
 #include "router.h"
+#include "rows.h"
 
 namespace rex {
 
@@ -202,19 +203,7 @@ void add_shared(Team& team, const StackShape& s, const LayerTraits& traits, cons
       gate(Activation::kSilu, a.both + n * 2 * width, a.both + (n * 2 + 1) * width, no_bias, no_bias, width, a.hidden + n * width);
   });
   project(team, s.tokens, width, s.hidden, a.hidden, w.shared_down, repeat, traits.sparse ? a.shared : a.y);
-  if (!traits.sparse) return;
-  each_block(team, s.tokens, kNormRows, [&](int64_t begin, int64_t end) {
-    for (int64_t n = begin; n < end; n++) {
-      vf products = {};
-      for (int64_t d = 0; gates != nullptr && d < s.hidden; d += kLanes)
-        products += load_upto(a.normed + n * s.hidden + d, s.hidden - d) * load_upto(gates + d, s.hidden - d);
-      const float weight = gates == nullptr ? 1.0f : 1.0f / (1.0f + exp(vf{} - sum(products))[0]);
-      for (int64_t d = n * s.hidden; d < (n + 1) * s.hidden; d += kLanes) {
-        const int64_t left = (n + 1) * s.hidden - d;
-        store_upto(a.y + d, load_upto(a.y + d, left) + weight * load_upto(a.shared + d, left), left);
-      }
-    }
-  });
+  if (traits.sparse) add_gated_rows(team, s.tokens, s.hidden, a.normed, gates, a.shared, a.y);
 }
 
 // The router of a layer and the experts that it chooses, from the normalised stream to y.

@@ -14,21 +14,23 @@ from routed_experts.layers.layer_stack import (
     StepInputs,
 )
 from routed_experts.layers.native.ffi_targets import register_ffi_targets
-from routed_experts.layers.native.kernel_values import ACTIVATION_ORDER, router_law, scale_group, weight_arrays
+from routed_experts.layers.native.kernel_values import (
+    ACTIVATION_ORDER,
+    ATTENTION_FEATURES,
+    QK_NORMS,
+    router_law,
+    scale_group,
+    weight_arrays,
+)
 from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.layers.quantized import Weight
 from routed_experts.layers.routing import RouterSpec, RoutingBlock
 
 _STREAM, _POOL, _LAYERS = 0, 11, 12  # places of what is updated in place, and of the layers, among the arguments
-_QK_NORMS = ("", "head", "whole")  # in the order of QkNorm in qk_prepare.h
 _NO_ROUTER = RouterSpec(num_experts=1, top_k=1, renormalize=False)  # of dense layers: its law is not read
-_FEATURES = frozenset(
+_FEATURES = ATTENTION_FEATURES | frozenset(
     {
         *("layers of several kinds", "offset norms", "a residual scale", "input biases", "an output bias"),
-        *("a sliding window", "chunks", "sinks", "its own scale", "gated heads"),
-        *("no q/k norm", "a q/k norm of all heads", "an offset q/k norm", "a norm after rotary positions"),
-        "a norm of all heads after rotary positions",
-        *("no rotary positions", "partial rotary positions", "interleaved rotary positions"),
         *("biased experts", "clamped swiglu experts", "shared experts", "gated shared experts"),
         "a dense network",
         *("a float32 router", "a router bias", "a selection bias"),
@@ -145,7 +147,7 @@ def _traits(layer: StackWeights) -> tuple[int, ...]:
     flags = (traits.rotary, traits.interleaved, traits.gated, traits.norm_after_rope)
     numbers = (traits.window, traits.chunk, ACTIVATION_ORDER.index(traits.activation))
     groups = (scale_group(matrix) for matrix in _matrices(layer))
-    return (_QK_NORMS.index(traits.qk_norm), *(int(flag) for flag in flags), *numbers, *groups)
+    return (QK_NORMS.index(traits.qk_norm), *(int(flag) for flag in flags), *numbers, *groups)
 
 
 NATIVE_LAYER_STACK = LayerStackKernel(

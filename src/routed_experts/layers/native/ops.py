@@ -16,10 +16,18 @@ from routed_experts.layers.kernels import FusedRouter, Kernels, RowKernels
 from routed_experts.layers.linear import LinearBackend
 from routed_experts.layers.moe import ALL_EXPERTS, ExpertCall, MoeBackend
 from routed_experts.layers.native.ffi_targets import register_ffi_targets
-from routed_experts.layers.native.kernel_values import ACTIVATION_ORDER, router_law, scale_group, weight_arrays
+from routed_experts.layers.native.kernel_values import (
+    ACTIVATION_ORDER,
+    ATTENTION_FEATURES,
+    QK_NORMS,
+    router_law,
+    scale_group,
+    weight_arrays,
+)
 from routed_experts.layers.native.layer_stack import NATIVE_LAYER_STACK
 from routed_experts.layers.quantized import E2M1, E4M3, INT4, SPANS, QuantizedWeight, Weight
 from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing, RoutingBlock
+from routed_experts.layers.stack_traits import PLAIN_TRAITS
 
 
 def native_experts(call: ExpertCall) -> Float[Array, "N D"]:
@@ -154,15 +162,79 @@ def native_qk_norm_rope(
     return rotated, pool
 
 
+def native_qk_prepare(
+    projected: FusedQKV, pool: Float[Array, "LP page 2G C"], first_page: Int[Array, ""], batch: PagedBatch
+) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
+    """The same for layers with traits, as the stack of layers does it: rows and queries are float32."""
+    assert register_ffi_targets()
+    traits, qkv = projected.traits, projected.qkv.astype(jnp.float32)
+    groups, dim = pool.shape[2] // 2, pool.shape[3]
+    heads = (qkv.shape[1] // dim - 2 * groups) // (2 if traits.gated else 1)
+    queries = jax.ShapeDtypeStruct((qkv.shape[0], heads, dim), jnp.float32)
+    results = [queries, jax.ShapeDtypeStruct(pool.shape, pool.dtype)]
+    run = jax.ffi.ffi_call("RexQkPrepare", results, input_output_aliases={6: 1})
+    norms = [jnp.zeros(0, jnp.float32) if norm is None else norm for norm in (projected.q_norm, projected.k_norm)]
+    layer, first = (jnp.asarray(index, jnp.int32).reshape(1) for index in (projected.layer, first_page))
+    locations = (batch.positions, batch.token_rows, batch.valid, batch.page_table)
+    scales = [] if projected.kv_scales is None else [jnp.stack(projected.kv_scales.of_layer())]
+    rotated, pool = run(
+        qkv,
+        *norms,
+        layer,
+        projected.cos,
+        projected.sin,
+        pool,
+        first,
+        *locations,
+        *scales,
+        eps=np.float32(projected.eps),
+        norm_offset=np.float32(traits.qk_norm_offset),
+        norm=np.int64(QK_NORMS.index(traits.qk_norm)),
+        frequencies=np.int64(_num_frequencies(projected, dim)),
+        interleaved=traits.interleaved,
+        gated=traits.gated,
+        norm_after_rope=traits.norm_after_rope,
+        biased=projected.is_biased,
+    )
+    return rotated, pool
+
+
+def _num_frequencies(projected: FusedQKV, dim: int) -> int:
+    """Frequencies of a row of angles, in which those of whole heads stand twice."""
+    num_angles = projected.cos.shape[1]
+    return num_angles // 2 if num_angles == dim else num_angles
+
+
+def native_gate_heads(
+    qkv: Float[Array, "N HHGGC"], mixed: Float[Array, "N H C"], *, groups: int
+) -> Float[Array, "N H C"]:
+    """Mixed values times the sigmoid of the gates beside the queries, as the stack of layers does it; in place."""
+    assert register_ffi_targets()
+    result = jax.ShapeDtypeStruct(mixed.shape, jnp.float32)
+    run = jax.ffi.ffi_call("RexGateHeads", result, input_output_aliases={1: 0})
+    return run(qkv.astype(jnp.float32), mixed.astype(jnp.float32), groups=np.int64(groups))
+
+
 def native_fused_attention(
     projected: FusedQKV, pool: Float[Array, "LP page 2G C"], layer: Int[Array, ""], batch: PagedBatch, num_pages: int
 ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
-    """From a projection to mixed values: prepare, then attend."""
-    first_page = layer * num_pages
-    queries, pool = native_qk_norm_rope(projected, pool, first_page, batch)
-    if projected.kv_scales is None:
-        return native_attention(queries, pool, first_page, batch), pool
-    return projected.kv_scales.around(lambda rows: native_attention(rows, pool, first_page, batch), queries), pool
+    """From a projection to mixed values: prepare, then attend, with the bits of the stack of layers."""
+    first_page, traits, dtype = layer * num_pages, projected.traits, projected.qkv.dtype
+    is_whole = projected.cos.shape[1] == pool.shape[3]
+    if traits == PLAIN_TRAITS and is_whole and not projected.is_biased:
+        queries, pool = native_qk_norm_rope(projected, pool, first_page, batch)
+    else:
+        queries, pool = native_qk_prepare(projected, pool, first_page, batch)
+    sinks = None if projected.sinks is None else projected.sinks[projected.layer]
+    features = AttentionFeatures(sinks=sinks, window=traits.window, chunk=traits.chunk, scale=traits.scale)
+
+    def attend(rows: Float[Array, "N H C"]) -> Float[Array, "N H C"]:
+        return native_variant(rows, pool, first_page, batch, features)
+
+    mixed = attend(queries) if projected.kv_scales is None else projected.kv_scales.around(attend, queries)
+    if traits.gated:
+        mixed = native_gate_heads(projected.qkv, mixed, groups=pool.shape[2] // 2)
+    return mixed.astype(dtype), pool
 
 
 def native_latent(
@@ -334,12 +406,28 @@ def native_product(x: Float[Array, "N D"], matrix: Float[Array, "D O"]) -> Float
     return native_exact_linear(rows, matrix[None], 0, jnp.float32)
 
 
+def native_add_gated(
+    y: Float[Array, "N D"], shared: Float[Array, "N D"], x: Float[Array, "N D"], gate: Float[Array, "D 1"]
+) -> Float[Array, "N D"]:
+    """`y` and the gated output of the shared experts, as the stack of layers adds them; in float32."""
+    assert register_ffi_targets()
+    run = jax.ffi.ffi_call("RexAddGated", jax.ShapeDtypeStruct(y.shape, jnp.float32), input_output_aliases={0: 0})
+    y32, shared32, x32 = (rows.astype(jnp.float32) for rows in (y, shared, x))
+    return run(y32, shared32, x32, gate.reshape(-1)).astype(y.dtype)
+
+
 _LINEAR = LinearBackend(name="native", run=native_linear, takes_stacked=True, batch_invariant=True)
 _EXACT_LINEAR = LinearBackend(name="native", run=native_exact_linear, takes_stacked=True, batch_invariant=True)
 NATIVE_KERNELS = Kernels(
     moe=MoeBackend(name="native", run=native_experts, features=ALL_EXPERTS, batch_invariant=True),
     linear=_LINEAR,
-    rows=RowKernels(rms_norm=native_rms_norm, layer_norm=native_layer_norm, gated=native_gated, product=native_product),
+    rows=RowKernels(
+        rms_norm=native_rms_norm,
+        layer_norm=native_layer_norm,
+        gated=native_gated,
+        product=native_product,
+        add_gated=native_add_gated,
+    ),
     router=FusedRouter(name="native", run=native_router, linear=_EXACT_LINEAR, supports=lambda spec: True),
     layer_stack=NATIVE_LAYER_STACK,
     argmax=native_argmax,
@@ -354,6 +442,7 @@ NATIVE_ATTENTION = AttentionBackend(
     name="native",
     run=native_attention,
     fused=native_fused_attention,
+    fused_features=ATTENTION_FEATURES,
     run_with_features=native_variant,
     write=native_write,
     latent=native_latent,

@@ -13,6 +13,7 @@ struct QkTraits {
   float norm_offset = 0;
   int64_t frequencies = 0;  // F; 0: no rotary positions
   bool interleaved = false, gated = false, norm_after_rope = false;
+  bool biased = false;  // there is a bias, or the row has it already
 };
 
 // A layer's own arrays: norms [C] or [H C] and [G C], the bias of the projection; null where there are none.
@@ -96,7 +97,7 @@ template <class T, class P>
 void qk_prepare(Team& team, const QkNormRopeShape& s, const QkTraits& traits, const QkArrays<T>& arrays, const QkNormRopeInputs<float, T>& in,
                 float* queries, P* cache) {
   const bool plain = traits.norm == QkNorm::kHead && traits.norm_offset == 0 && 2 * traits.frequencies == s.dim && !traits.interleaved &&
-                     !traits.gated && !traits.norm_after_rope && arrays.bias == nullptr;
+                     !traits.gated && !traits.norm_after_rope && !traits.biased && arrays.bias == nullptr;
   if (plain) {
     QkNormRopeInputs<float, T> own = in;
     own.q_norm = arrays.q_norm, own.k_norm = arrays.k_norm;

@@ -39,4 +39,18 @@ ffi::Error run_gate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::Any
   });
 }
 
+// `y` is returned as `sum`, the same memory.
+ffi::Error run_add_gated(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> y, ffi::Buffer<ffi::F32> shared, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer gates,
+                         ffi::Result<ffi::Buffer<ffi::F32>> sum) {
+  const auto rows = y.dimensions();
+  if (y.untyped_data() != sum->untyped_data()) return ffi::Error::Internal("the rows were copied");
+  if (rows.size() != 2 || shared.element_count() != y.element_count() || x.element_count() != y.element_count() || int64_t(gates.element_count()) != rows[1])
+    return mismatch("rows are [N, D], and gates [D]");
+  Team team(pool);
+  return dispatch_dtype(gates.element_type(), [&](auto type) {
+    add_gated_rows(team, rows[0], rows[1], x.typed_data(), at<decltype(type)>(gates), shared.typed_data(), sum->typed_data());
+    return ffi::Error::Success();
+  });
+}
+
 }  // namespace rex

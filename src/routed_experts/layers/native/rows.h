@@ -59,4 +59,21 @@ void gate_rows(Team& team, Activation activation, int64_t rows, int64_t width, c
   });
 }
 
+// y += shared, each row times the sigmoid of the product of its row of x and `gates` [D]; null: times one. All are [N, D].
+template <class T>
+void add_gated_rows(Team& team, int64_t rows, int64_t width, const float* x, const T* gates, const float* shared, float* y) {
+  each_block(team, rows, kRowsAtOnce, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; n++) {
+      vf products = {};
+      for (int64_t d = 0; gates != nullptr && d < width; d += kLanes)
+        products += load_upto(x + n * width + d, width - d) * load_upto(gates + d, width - d);
+      const float weight = gates == nullptr ? 1.0f : 1.0f / (1.0f + exp(vf{} - sum(products))[0]);
+      for (int64_t d = n * width; d < (n + 1) * width; d += kLanes) {
+        const int64_t left = (n + 1) * width - d;
+        store_upto(y + d, load_upto(y + d, left) + weight * load_upto(shared + d, left), left);
+      }
+    }
+  });
+}
+
 }  // namespace rex

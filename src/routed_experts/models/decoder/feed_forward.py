@@ -205,8 +205,15 @@ class Sparse:
         replicas = params.get("replicas") if self.replicas else None
         how, activation = (ffn_input, routing, step.valid, experts), self.activation
         y = run_experts(*how, spec=self.router, kernels=step.kernels, activation=activation, replicas=replicas)
+        return step.kernels.group.all_reduce(self.add_shared(y, x, params)), capture
+
+    def add_shared(self, y: Float[Array, "N D"], x: Float[Array, "N D"], params: LayerParams) -> Float[Array, "N D"]:
+        """`y` and the output of the shared experts, where there are some."""
+        add_gated = params.kernels.rows.add_gated
+        if self.shared_gated and add_gated is not None:
+            return add_gated(y, self._run_ungated(x, params), x, params.get("shared_gate"))
         shared = self.run_shared(x, params)
-        return step.kernels.group.all_reduce(y if shared is None else y + shared), capture
+        return y if shared is None else y + shared
 
     def route_and_record(
         self,
@@ -238,11 +245,15 @@ class Sparse:
         """Output of the shared experts; None without them."""
         if not self.shared_width:
             return None
-        shared = params.project(params.kernels.rows.gated(params.project(x, "shared_gate_up")), "shared_down")
+        shared = self._run_ungated(x, params)
         if self.shared_gated:
             gate = jax.nn.sigmoid(params.kernels.rows.product(x, params.get("shared_gate")))
             shared = (gate * shared.astype(jnp.float32)).astype(shared.dtype)
         return shared
+
+    def _run_ungated(self, x: Float[Array, "N D"], params: LayerParams) -> Float[Array, "N D"]:
+        """The shared experts, without their gate."""
+        return params.project(params.kernels.rows.gated(params.project(x, "shared_gate_up")), "shared_down")
 
 
 def _unweighed(routing: Routing) -> Routing:

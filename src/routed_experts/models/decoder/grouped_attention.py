@@ -237,6 +237,7 @@ class GroupedAttention:
             eps=self.eps,
             sinks=params.stack("sinks") if self.sinks else None,
             head_dim=self.head_dim,
+            is_biased=self.bias_in,
             traits=self.traits,
         )
 
