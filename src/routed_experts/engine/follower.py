@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any, Literal
@@ -302,7 +302,7 @@ def follow(
 
 
 @contextlib.contextmanager
-def _short_collections() -> Iterator[None]:
+def _short_collections() -> Generator[None]:
     """Leave all present objects out of collections of garbage meanwhile. A collection holds Python's lock, so that no
     thread sees the end of process 0: JAX's own thread does, and aborts this process about 70 ms later."""
     gc.collect()

@@ -57,13 +57,14 @@ class PauseMode(enum.Enum):
 @dataclasses.dataclass(frozen=True, slots=True)
 class _CommittedStep:
     """A step whose tokens have been committed: its batches, the requests that it advanced, when its result was read,
-    when it was dispatched (None: while another step ran), and how long the device had waited for that."""
+    when it was dispatched (None: while another step ran), and how long the device had waited for that after the step
+    before (None: there was none)."""
 
     batches: tuple[ModelWorkerBatch, ...]
     advanced: list[Req]
     read_at: float
     joined_at: float | None
-    waited_s: float
+    waited_s: float | None
 
 
 class EngineCore:
@@ -99,7 +100,7 @@ class EngineCore:
         self._pending: PendingStep | None = None
         self.flushed_at_step = 0  # steps before the last flush
         self._joined_at: float | None = None  # when the step in flight was dispatched, unless it overlapped another
-        self._waited_s = 0.0  # of the device, from the result of the step before to that
+        self._waited_s: float | None = None  # of the device, from the result of the step before to that
         self._failed: list[Req] = []  # that end after the step that is being processed
         self._finished: list[TokenIDOut] = []  # outputs of requests that ended between steps
 
@@ -322,7 +323,7 @@ class EngineCore:
         batches = self._schedule(speculation.propose(running) if may_draft else NO_DRAFTS)
         dispatched = None if batches is None else self._start(batches)
         self._joined_at = time.monotonic()
-        self._waited_s = 0.0 if committed is None else self._joined_at - committed.read_at
+        self._waited_s = None if committed is None else self._joined_at - committed.read_at
         self._pending = self._sample_late(dispatched)
         if committed is not None:
             outs += self._outputs_to_stream(committed.advanced)
