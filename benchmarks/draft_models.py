@@ -183,14 +183,14 @@ def main() -> None:
             modes |= {name: (drafting, True, name != "draft") for name in ("draft", "joined", "ahead", "given")}
             programs = GivenDrafts(drafting)
             (scheduler,) = drafting.ranks
-            schedule_ahead = scheduler.schedule_ahead
+            may_be_ahead = scheduler.may_be_ahead
             seconds: dict[str, list[float]] = {mode: [] for mode in modes}
             for turn in range(args.rounds + 1):
                 progress(f"batch {batch}, round {turn} of {args.rounds}")
                 for mode in reversed(modes) if turn % 2 else modes:  # "ahead" comes first: "given" has its drafts
                     core, policy.drafts, policy.verifies = modes[mode]
                     is_ahead = mode in ("ahead", "given")
-                    scheduler.schedule_ahead = schedule_ahead if is_ahead else lambda *_: None
+                    scheduler.may_be_ahead = may_be_ahead if is_ahead else lambda: False
                     programs.set(given=mode == "given")
                     took = time_mode(core, batch, turn, config.vocab_size)
                     if turn:

@@ -16,7 +16,7 @@ of an epoch with the same weights and seeds; old rollouts: one token in ten of i
 drafts that are on the device and cost nothing, right with probability 0.8 whatever the model samples. With --joined
 each of these engines has a second one, whose steps all wait until the host has read the one before. `tokens a step` is
 of a request, and `bound` is that over the cost of a step with so many tokens, without a wait for the host, by the table
-that the engine measured at start."""
+that the engine measured at start and has followed since: an estimate."""
 
 import argparse
 import dataclasses
@@ -53,12 +53,12 @@ from routed_experts.speculation.drafter import Draft, DraftSample, DraftSequence
 COPIED, EDITED = 16, 4  # tokens of a piece of "copy and edit"
 JOINED = ", joined"  # of an engine's name: none of its steps is ahead of the host
 ENGINES = {
-    "oracle": ("oracle", "oracle, joined"),
-    "rollouts": ("rollouts", "rollouts, joined"),
-    "old rollouts": ("rollouts", "rollouts, joined"),
-    "device": ("device", "device, joined"),
+    "oracle": ("oracle", "oracle" + JOINED),
+    "rollouts": ("rollouts", "rollouts" + JOINED),
+    "old rollouts": ("rollouts", "rollouts" + JOINED),
+    "device": ("device", "device" + JOINED),
 }  # beside "off", by load; of other loads:
-COPYING = ("ngram", "ngram, joined", "ngram, capture off")
+COPYING = ("ngram", "ngram" + JOINED, "ngram, capture off")
 ALPHA, ORACLE_DRAFTS = 0.8, 3
 DRAFT_MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -132,7 +132,8 @@ class GivenText:
         positions[: batch.num_tokens] += self._starts[batch.request_slots[rows]]
         index = positions[: batch.num_tokens] - batch.continuations[rows, 0]
         last = batch.continuations.shape[1] - 2
-        ids[: batch.num_tokens] = batch.continuations[rows, 1 + np.clip(index, 0, last)]
+        drafts = batch.continuations[rows, 1 + np.clip(index, 0, last)]
+        ids[: batch.num_tokens] = np.where((index >= 0) & (index <= last), np.maximum(drafts, 0), 0)
         return dataclasses.replace(batch, positions=positions, token_ids=ids)
 
     def _given(self, batch: ModelWorkerBatch) -> dict[str, np.ndarray]:
@@ -274,7 +275,7 @@ class Runner:
         """`width`: of the longest text; None: the model's own text. `is_joined`: no step is ahead of the host."""
         self.core, self.oracle = components.core, oracle
         if is_joined:
-            self.core.ranks[0].schedule_ahead = lambda *_: None  # type: ignore[method-assign]
+            self.core.ranks[0].may_be_ahead = lambda: False  # type: ignore[method-assign]
         self.costs = None if self.core.speculation is None else self.core.speculation.costs
         if oracle is not None:
             limits = DraftLimits(num_drafts=ORACLE_DRAFTS, vocab_size=components.vocab_size)

@@ -6,6 +6,7 @@ seldom all the way. Drafts of the host are those of an oracle, from a text that 
 
 import contextlib
 import functools
+import time
 
 import numpy as np
 import pytest
@@ -326,3 +327,77 @@ def test_aborted_requests_end_with_a_prefix_and_others_do_not_notice(core, plain
         tokens = answer[0]
         assert tokens == plain[rid][0][: len(tokens)]
         assert rid in aborted or answer == plain[rid]
+
+
+@pytest.mark.parametrize("served", ["drafts of the host"], indirect=True)
+def test_a_drafter_that_fails_ahead_costs_its_drafts_alone_and_is_counted_once(core, plain, monkeypatch):
+    speculation, run = core.speculation, Run(core)
+    oracle, before = speculation._drafter, dict(speculation.totals.skipped)
+    with monkeypatch.context() as patch:
+        patch.setattr(speculation, "_drafter", FailingOnce(oracle, NUM_DRAFTS))
+        assert run.play(monkeypatch) == plain
+    assert run.ahead
+    assert speculation.totals.skipped["drafter_failed"] - before.get("drafter_failed", 0) == 1
+
+
+@pytest.mark.parametrize("served", ["drafts of the host"], indirect=True)
+def test_what_a_step_ahead_took_is_told_without_the_host_work_before_a_joined_one(core, monkeypatch):
+    """The host waits before each joined step here; no step that is timed has that wait in it."""
+    speculation, run, timed, wait_s = core.speculation, Run(core), [], 0.2
+    propose = speculation.propose
+
+    def slow(running):
+        end = time.monotonic() + wait_s
+        while time.monotonic() < end:
+            pass
+        return propose(running)
+
+    def note(batch, seconds, *, waited_s=None):
+        timed.append((batch.is_ahead, seconds, waited_s))
+
+    monkeypatch.setattr(speculation, "propose", slow)
+    monkeypatch.setattr(speculation, "time_step", note)
+    monkeypatch.setattr(speculation, "policy", AheadEveryOther())
+    core.add([request("r0-0", run.requests()[0].source.input_ids, 20, seed=0)])
+    while not core.is_idle:
+        run.step(monkeypatch)
+    ahead = [seconds for is_ahead, seconds, _ in timed if is_ahead]
+    waits = [waited_s for _, _, waited_s in timed if waited_s is not None]
+    assert len(ahead) > 2 and len(waits) > 2
+    assert min(waits) >= wait_s and sorted(ahead)[len(ahead) // 2] < wait_s
+
+
+def test_drafts_of_which_a_text_does_not_hold_two_steps_are_never_ahead(folders):
+    speculative = SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=17, adaptive=False)
+    with lazy_compilation():
+        core = build_engine(args(folders[0]), speculative=speculative).core
+    running = [request("a", [1, 2, 3, 1, 2, 3], 60)]
+    assert core.speculation.choose_ahead(running, {"a": 3}, 1) is None
+
+
+class FailingOnce:
+    """A drafter that fails at its tenth proposal for a step that is ahead."""
+
+    def __init__(self, drafter, num_drafts):
+        self._inner, self._num_drafts, self._count = drafter, num_drafts, 0
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def propose(self, key, most):
+        self._count += most > self._num_drafts
+        if most > self._num_drafts and self._count == 10:
+            raise RuntimeError("no draft today")
+        return self._inner.propose(key, most)
+
+
+class AheadEveryOther(EveryDraft):
+    """A policy: steps are ahead and joined in turn."""
+
+    def __init__(self):
+        super().__init__()
+        self._turn = False
+
+    def choose_ahead(self, survivals, num_requests, *, joined_gain):
+        self._turn = not self._turn
+        return self.choose(survivals, num_requests) if self._turn else [0] * len(survivals)

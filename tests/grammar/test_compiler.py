@@ -73,6 +73,7 @@ def nested(depth, leaf):
         ({"allowed_token_ids": [4, -1]}, "allowed_token_ids", "invalid_request", "has -1 as item 1; send a list of"),
         ({"allowed_token_ids": 4}, "allowed_token_ids", "invalid_request", "allowed_token_ids is 4; send"),
         ({"bad_words": ["ok", ""]}, "bad_words", "invalid_request", "has '' as item 1; send at most 256"),
+        ({"guided_choice": ["a\ud800"]}, "guided_choice", "invalid_grammar", "as item 0"),
         ({"bad_words": ["a\ud800"]}, "bad_words", "invalid_request", "as item 0; send at most 256"),
         *[({"structured_outputs": {"json_object": value}}, "structured_outputs.json_object", "invalid_grammar",
            "send true, or leave it out") for value in (0, 1, "true", [1], {})],

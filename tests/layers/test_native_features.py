@@ -439,3 +439,7 @@ def test_gates_of_heads_and_of_shared_experts_are_sigmoids():
     weight = 1 / (1 + np.exp(-np.asarray(x, np.float64) @ np.asarray(gate, np.float64)))
     expected = np.asarray(y) + weight * np.asarray(shared)
     np.testing.assert_allclose(jax.jit(native_add_gated)(y, shared, x, gate), expected, atol=4e-6)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="rows are"):
+        jax.block_until_ready(native_add_gated(y, shared[:9], x, gate))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="beside values"):
+        jax.block_until_ready(native_gate_heads(case.projected.qkv, mixed[:, :3], groups=case.groups))

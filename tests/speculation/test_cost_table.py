@@ -145,7 +145,7 @@ def test_waits_are_those_of_a_bucket_and_followed():
     table.follow_wait(4, 100.0)  # a stall
     assert table.wait(4) < 0.004
     before = table.wait(4)
-    for seconds in (-1.0, math.nan, math.inf):
+    for seconds in (0.0, -1.0, math.nan, math.inf):
         table.follow_wait(4, seconds)
     table.follow_wait(5, 1.0)
     assert table.wait(4) == before and table.wait(5) == 0.0

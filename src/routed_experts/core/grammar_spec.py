@@ -96,7 +96,7 @@ class GrammarSpec:
     def choice(texts: object, *, param: str = "guided_choice") -> "GrammarSpec":
         """The form whose output is one of these texts. Raises InvalidRequestError."""
         items: Sequence[object] = texts if isinstance(texts, list | tuple) else ()
-        wrong = _wrong_item(items, lambda text: not (isinstance(text, str) and text))
+        wrong = _wrong_item(items, lambda text: not (_is_text(text) and text))
         if not 1 <= len(items) <= MAX_CHOICES_TEXT or wrong:
             text = (
                 f"{wrong or f'is {short_repr(texts)}'}; send a list of 1 to {MAX_CHOICES_TEXT} texts that are not empty"

@@ -4,13 +4,11 @@
 It reads nothing back but the tokens of past steps, for the digests that process 0 compares. Its clock and its load
 decide nothing."""
 
-import contextlib
-import gc
 import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any, Literal
@@ -22,6 +20,7 @@ from jaxtyping import Array, Int32
 from routed_experts.core.capture_spec import WeightsDType
 from routed_experts.core.dist_config import DistConfig
 from routed_experts.core.errors import ConfigError, PlacementError, ProcessMismatchError
+from routed_experts.core.garbage import frozen_gc
 from routed_experts.core.keywords import check_keywords
 from routed_experts.core.placement import ExpertPlacement
 from routed_experts.core.placement_config import PlacementConfig
@@ -297,20 +296,10 @@ def follow(
         group.fail(error)
         raise
     clock.done("following", f"process {group.rank} of {group.dist.nnodes}")
-    with _short_collections():
+    # A collection of garbage that takes long hides the end of process 0 from this process' threads. JAX sees it on a
+    # thread of its own, and aborts the process soon after.
+    with frozen_gc():
         Follower(group, runner, served).run()
-
-
-@contextlib.contextmanager
-def _short_collections() -> Generator[None]:
-    """Leave all present objects out of collections of garbage meanwhile. A collection holds Python's lock, so that no
-    thread sees the end of process 0: JAX's own thread does, and aborts this process about 70 ms later."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _check_rank(dist: object) -> None:

@@ -38,8 +38,8 @@ def locate(packed: Int32[Array, " words"], state: SlotState, *, shape: BatchShap
     """Return the packed form of a batch that is ahead, with the positions and drafts of its slots. The first token of
     each request stays FROM_DEVICE. A draft that does not exist is id 0, which is accepted if the model samples it."""
     parts = unpack_words(packed, shape)
-    rows, places = parts["token_rows"], parts["positions"]
-    drafts = state.drafts[parts["request_slots"][rows], jnp.clip(places - 1, 0, state.drafts.shape[1] - 1)]
+    rows, offsets = parts["token_rows"], parts["positions"]
+    drafts = state.drafts[parts["request_slots"][rows], jnp.clip(offsets - 1, 0, state.drafts.shape[1] - 1)]
     return _complete(parts, _starts(parts, state.positions), drafts, shape=shape)
 
 
@@ -54,9 +54,9 @@ def locate_text(
     position of the first token of its text, then C tokens; the text has the draft of each position, where it reaches
     it (negative: no further)."""
     parts = unpack_words(packed, shape)
-    rows, places = parts["token_rows"], parts["positions"]
+    rows, offsets = parts["token_rows"], parts["positions"]
     start, num_tokens = _starts(parts, positions), continuations.shape[1] - 1
-    index = start[rows] + places - continuations[rows, 0]
+    index = start[rows] + offsets - continuations[rows, 0]
     drafts = continuations[rows, 1 + jnp.clip(index, 0, num_tokens - 1)]
     return _complete(parts, start, jnp.where((index >= 0) & (index < num_tokens), drafts, -1), shape=shape)
 
@@ -71,13 +71,13 @@ def _complete(
 ) -> Int32[Array, " words"]:
     """The packed form with positions that count from `start`, and the draft of each token but the first of a
     request."""
-    rows, places = parts["token_rows"], parts["positions"]
+    rows, offsets = parts["token_rows"], parts["positions"]
     is_real = jnp.arange(shape.num_tokens) < parts["num_tokens"]
     return pack_words(
         dict(parts)
         | {
-            "positions": jnp.where(is_real, places + start[rows], 0),
-            "token_ids": jnp.where(is_real & (places > 0), jnp.maximum(drafts, 0), parts["token_ids"]),
+            "positions": jnp.where(is_real, offsets + start[rows], 0),
+            "token_ids": jnp.where(is_real & (offsets > 0), jnp.maximum(drafts, 0), parts["token_ids"]),
             "seq_lens": parts["seq_lens"] + start,
             "position": parts["position"] + start,
         }

@@ -15,6 +15,7 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from routed_experts.core.errors import EngineDeadError, MachineError, RoutedExpertsError
+from routed_experts.core.garbage import freeze_gc
 from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.engine.build.startup_phases import Phase
 from routed_experts.engine.engine import Engine
@@ -30,7 +31,7 @@ from routed_experts.fleet.row_reservations import RowReservations, max_retention
 from routed_experts.fleet.serve_environment import HAPROXY, PYTHON_PROXY, check_proxy
 from routed_experts.fleet.spec import ReplicaSpec
 from routed_experts.server.app import make_app
-from routed_experts.server.run import EXIT_DEAD, FINAL_FLUSH_S, STEP_GRACE_S, freeze_gc
+from routed_experts.server.run import EXIT_DEAD, FINAL_FLUSH_S, STEP_GRACE_S
 from routed_experts.server.state import ServerState
 
 FAILING = ("stalled", "degraded", "dead")  # states in which a replica should be replaced

@@ -220,18 +220,22 @@ class Scheduler:
         """How many tokens each request feeds in the step in flight."""
         return {chunk.req.rid: chunk.count for chunks in self._in_flight.values() for chunk in chunks}
 
+    def may_be_ahead(self) -> bool:
+        """Whether a verify step may follow the one in flight. Not where the host has to read first: a request was not
+        in the last verify step, waits to be admitted, or has its stop tokens banned."""
+        if not self._in_flight or (self.waiting and len(self.running) < self._running_limit):
+            return False
+        return all(req.rid in self._located and req.num_known >= req.min_stop_len for req in self.running)
+
     def schedule_ahead(self, num_drafts: Mapping[str, int], texts: Texts | None = None) -> ModelWorkerBatch | None:
         """Build the batch of a verify step that follows another one in flight. `num_drafts`: by request id, of those
         that are on the device, or from `texts`. A request that the step in flight may bring to its end is left out.
-        None where the host has to read first: a request was not in the last verify step, waits to be admitted, or has
-        its stop tokens banned; pages are short; or there is no draft."""
-        if not self._in_flight or (self.waiting and len(self.running) < self._running_limit):
+        None where none `may_be_ahead`, pages are short, or there is no draft."""
+        if not self.may_be_ahead():
             return None
         in_flight = self.count_in_flight()
         ready = list[tuple[Req, int, int]]()  # of a request: its last possible position, tokens that it may feed there
         for req in self.running:
-            if req.rid not in self._located or req.num_known < req.min_stop_len:
-                return None
             last = req.num_known - 1 + in_flight.get(req.rid, 0)
             most = req.max_len - 1 - last
             if req.pending_finish is not None:  # its last token has still to be fed, unless the step in flight does so

@@ -6,7 +6,6 @@ that are raised."""
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -23,6 +22,7 @@ from starlette.types import ASGIApp
 from uvicorn.server import HANDLED_SIGNALS
 
 from routed_experts.core.errors import ConfigError, EngineDeadError, MachineError, RoutedExpertsError
+from routed_experts.core.garbage import freeze_gc
 from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.server.app import make_app
 from routed_experts.server.errors import unavailable
@@ -91,14 +91,6 @@ def server_config(app: ASGIApp) -> uvicorn.Config:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=1,
     )
-
-
-def freeze_gc() -> None:
-    """Exclude the objects of start-up from full garbage collections, which would stop the process for over 0.1 s.
-
-    Objects without references are still freed. Cycles are not, so those that exist are collected first."""
-    gc.collect()
-    gc.freeze()
 
 
 class ServerProcess:

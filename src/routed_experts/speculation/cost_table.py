@@ -91,9 +91,9 @@ class CostTable:
 
     def follow_wait(self, num_requests: int, seconds: float) -> None:
         """Move the wait before joined steps of so many requests towards what one took. Without a measured bucket, and
-        for seconds that are negative or not finite, nothing changes."""
+        for seconds that are not positive, nothing changes."""
         bucket = self.bucket(num_requests)
-        if not (bucket and math.isfinite(seconds) and seconds >= 0):
+        if not (bucket and math.isfinite(seconds) and seconds > 0):
             return
         known = self._waits.get(bucket)
         if known is None:

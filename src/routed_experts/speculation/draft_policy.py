@@ -36,7 +36,8 @@ class DraftPolicy:
     The engine asks `should_try` before a step. If True, it drafts, and passes to `choose` the estimated survivals, or
     in a probe (`is_off`) those of the drafters themselves, as low estimates would never be corrected. Before that,
     while a step with drafts is in flight, `choose_ahead` may have chosen for a step that the device does not wait for.
-    After the step the engine reports with `tried`, whether or not there was a draft."""
+    So drafting begins with a joined step, which has to pay with its wait. After the step the engine reports with
+    `tried`, whether or not there was a draft."""
 
     def __init__(self, costs: CostTable, *, adaptive: bool = True) -> None:
         self._costs, self._adaptive = costs, adaptive

@@ -168,8 +168,8 @@ class EngineCore:
             self.abort(rid, FinishReason(type="abort", message=message))
 
     def step(self) -> BatchTokenIDOut:
-        """Dispatch the next step and process the result of the one before it, in this order unless the host has drafts
-        for the next one."""
+        """Dispatch the next step and process the result of the one before it, in this order unless the next one is
+        joined."""
         speculation = self.speculation
         batches = None if speculation is None else self._schedule_ahead(speculation)
         is_ahead = batches is not None
@@ -300,10 +300,12 @@ class EngineCore:
         if not self.runner.can_run_ahead or any(req.grammar is not None for req in running):
             return None  # a mask follows tokens that the host knows
         (scheduler,) = self.ranks
+        if not scheduler.may_be_ahead():
+            return None
         drafts = speculation.choose_ahead(running, scheduler.count_in_flight(), self.num_steps + 1)
         if drafts is None or (batch := scheduler.schedule_ahead(drafts.num_drafts, drafts.texts)) is None:
             return None
-        speculation.expect_result(running, drafts)
+        speculation.expect_result(drafts, batch.step)
         self._invalidate_recycled_rows()
         return (batch,)
 
@@ -438,7 +440,7 @@ class EngineCore:
         read."""
         if len(self.ranks) > 1:
             self._count_tokens(committed.batches)
-        elapsed_s, self.last_progress = time.monotonic() - self.last_progress, time.monotonic()
+        elapsed_s, self.last_progress = committed.read_at - self.last_progress, committed.read_at
         if self.speculation is not None:
             self._time_step(self.speculation, committed, elapsed_s, overlaps=overlaps)
         if self.after_step is not None:

@@ -96,11 +96,13 @@ class _Verified(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DraftsAhead:
-    """What a step that is ahead verifies, by request id: how many drafts, and the texts that they are of (None: they
-    are on the device)."""
+    """What a step that is ahead verifies, by request id: how many drafts, the texts that they are of (None: they are on
+    the device), and where these are from. `skipped`: why the other requests have none."""
 
     num_drafts: Mapping[str, int]
     texts: Mapping[str, Int32[np.ndarray, " C"]] | None
+    sources: Mapping[str, DraftSource]
+    skipped: Sequence[str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,6 +129,7 @@ class Speculation:
         self._indexed: dict[str, int] = {}  # by request: tokens that the drafter has
         self._unverified: dict[str, _Unverified] = {}  # by request
         self._sources: dict[str, DraftSource] = {}  # of the last proposals, by request
+        self._sources_ahead: dict[int, Mapping[str, DraftSource]] = {}  # by step in flight that is ahead
         self._uncounted = list[_Verified]()  # what the totals lack
         self._num_uncounted_steps = 0  # verify steps that the totals lack
         self._num_in_flight = 0  # steps with proposals that have not been observed
@@ -190,36 +193,41 @@ class Speculation:
         on the device, are expected to be as good as the last ones."""
         if self.has_failed or not self.policy.should_try(step) or self.policy.is_off:
             return None
-        start, model, texts = time.perf_counter(), self._model_drafter, None
+        start, model, texts, sources = time.perf_counter(), self._model_drafter, None, dict[str, DraftSource]()
+        skipped = [reason for req in running if (reason := _refusal(req)) is not None]
         if model is not None:
             known = [model.last_offer(req.rid)[1] if _may_speculate(req) else NO_DRAFT for req in running]
             expected = [self._estimates.foresee(req.rid, draft) for req, draft in zip(running, known, strict=True)]
             lengths = self.policy.choose_ahead(expected, len(running), joined_gain=1.0)
         else:
-            expected = [self._continue(req, in_flight.get(req.rid, 0)) for req in running]
+            size = continuation_size(self._limits.num_drafts)
+            if size > MOST_DRAFTS:  # a text does not hold the drafts of two steps
+                return None
+            failures, drafts = self._num_failures, [self._continue(req, size) for req in running]
+            texts = {req.rid: draft.tokens for req, draft in zip(running, drafts, strict=True)}
+            sources = {req.rid: draft.source for req, draft in zip(running, drafts, strict=True)}
+            expected = [
+                self._text_ahead.propose(req.rid, req.num_known, draft, in_flight.get(req.rid, 0))
+                for req, draft in zip(running, drafts, strict=True)
+            ]
             lengths = self.policy.choose_ahead(expected, len(running), joined_gain=self._text_ahead.joined_gain)
-            texts = {req.rid: self._text_ahead.text(req.rid) for req in running}
+            num_empty = sum(not survival.size for survival in expected) - len(skipped)
+            skipped += ["no_match"] * (num_empty - (self._num_failures - failures))  # failures are counted as such
         self.totals.draft_s += time.perf_counter() - start
         chosen = {req.rid: length for req, length in zip(running, lengths, strict=True) if length}
-        return DraftsAhead(chosen, texts) if chosen else None
+        return DraftsAhead(chosen, texts, sources, skipped) if chosen else None
 
-    def _continue(self, req: Req, in_flight: int) -> Float64[np.ndarray, " k"]:
-        """Propose what follows the known tokens of a request; returns the estimated survival of what is behind the step
-        in flight."""
-        draft = None
-        if _may_speculate(req) and self._index(req):
-            draft = self._checked(req, min(continuation_size(self._limits.num_drafts), MOST_DRAFTS))
-        return self._text_ahead.propose(req.rid, req.num_known, draft or NO_DRAFT, in_flight)
+    def _continue(self, req: Req, size: int) -> Draft:
+        """At most `size` tokens that may follow the known ones of a request."""
+        draft = self._checked(req, size) if _may_speculate(req) and self._index(req) else None
+        return draft or NO_DRAFT
 
-    def expect_result(self, running: Sequence[Req], drafts: DraftsAhead) -> None:
-        """Take note that a step with the chosen drafts has been scheduled."""
+    def expect_result(self, drafts: DraftsAhead, step: int) -> None:
+        """Take note that these drafts have been scheduled as a step that is ahead."""
         self._num_in_flight += 1
-        for req in running:
-            reason = _refusal(req)
-            if reason is None and drafts.texts is not None and drafts.texts[req.rid].size == 0:
-                reason = "no_match"
-            if reason is not None:
-                self.totals.skipped[reason] += 1
+        self._sources_ahead[step] = drafts.sources
+        for reason in drafts.skipped:
+            self.totals.skipped[reason] += 1
 
     def catch_up(self, running: Iterable[Req]) -> None:
         """Give the drafter the tokens that it does not have; called while a step runs."""
@@ -301,8 +309,10 @@ class Speculation:
         if result.accepted is not None:
             self._observe_accepted(batch, result.accepted, advanced)
         else:
-            for req in advanced:  # one token each
-                before = req.num_known - 1
+            for req in advanced:
+                if req.state is ReqState.FINISHED or req.pending_finish is not None:
+                    continue  # its last token may have come before
+                before = req.num_known - 1  # others have one more
                 self._text_ahead.observe(req.rid, before, req.tokens[before : req.num_known])
         if result.drafts is not None:
             self._offer(batch, result.drafts, advanced)
@@ -312,6 +322,7 @@ class Speculation:
     ) -> None:
         """Learn what became of the drafts of a verify step."""
         model, reqs = self._model_drafter, {req.slot: req for req in advanced}
+        sources = self._sources_ahead.pop(batch.step, self._sources)
         starts, slots = batch.query_starts.tolist(), batch.request_slots.tolist()
         first_positions = batch.positions[batch.query_starts[: accepted_drafts.size]].tolist()
         for row, accepted in enumerate(accepted_drafts.tolist()):
@@ -323,16 +334,12 @@ class Speculation:
             before = first_positions[row] + 1  # tokens that the request had
             emitted = req.num_known - before
             if model is None:
-                source = self._sources.get(req.rid, DraftSource.CONTEXT)
-                if batch.is_ahead:
-                    source = self._text_ahead.draft_before(req.rid, before).source
                 self._text_ahead.observe(req.rid, before, req.tokens[before : req.num_known])
-            else:
-                source = DraftSource.MODEL
             if proposed == 0 or emitted == 0:  # emitted none: the step before ended it, this one fed its last token
                 continue
             if model is not None or not batch.is_ahead:
                 self._estimates.observe(req.rid, proposed, accepted)
+            source = DraftSource.MODEL if model is not None else sources.get(req.rid, DraftSource.CONTEXT)
             verified = _Verified(source, proposed, min(accepted, emitted), emitted)
             self._uncounted.append(verified)
             if source is DraftSource.PREDICTION:

@@ -2,10 +2,10 @@
 
 The host knows the tokens before the step in flight. It proposes a continuation of them that is long enough for what
 this step adds to the request, and for the drafts of the next; the device takes these drafts from where the request
-stands then (execution/slot_state.py). The device does not wait for them, but they assume more than the drafts of a
-joined step, which follow tokens that the host knows. Both kinds are compared with the tokens that come, whichever is
-verified, and the policy chooses by what is accepted of each. Engine thread only. Dims: C tokens of a continuation, Q
-tokens that a step adds to a request, k drafts."""
+stands then (execution/slot_state.py). The device does not wait for them, but they are right only where the whole
+continuation before them is, or where the text agrees again. Drafts of a joined step follow tokens that the host knows.
+Both kinds are compared with the tokens that come, whichever is verified, and the policy chooses by what is accepted of
+each. Engine thread only. Dims: C tokens of a continuation, Q tokens that a step adds to a request, k drafts."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float64, Int32
 
 from routed_experts.speculation.acceptance_estimates import AcceptanceEstimates
-from routed_experts.speculation.drafter import NO_DRAFT, Draft
+from routed_experts.speculation.drafter import Draft
 
 HALF_LIFE = 32  # steps
 PRIOR = 4.0  # drafts, all accepted, that both kinds begin with
@@ -34,9 +34,9 @@ class _AcceptedDrafts:
     """Drafts by their index: how many were right, of those before which all were. The last steps count most."""
 
     def __init__(self, num_drafts: int) -> None:
-        self._accepted, self._reached = [PRIOR] * num_drafts, [PRIOR] * num_drafts
+        self._accepted, self._reached = [0.0] * num_drafts, [0.0] * num_drafts
 
-    def observe(self, accepted: int, reached: int) -> None:
+    def observe(self, *, accepted: int, reached: int) -> None:
         """Add the first `reached` drafts of a request, of which the first `accepted` were right."""
         for index in range(reached):
             self._accepted[index] += index < accepted
@@ -54,7 +54,7 @@ class _AcceptedDrafts:
         known of their index (the estimator of Kaplan and Meier)."""
         total, survival = 0.0, 1.0
         for accepted, reached in zip(self._accepted, self._reached, strict=True):
-            survival *= accepted / reached
+            survival *= (accepted + PRIOR) / (reached + PRIOR)
             total += survival
         return total
 
@@ -79,38 +79,28 @@ class TextAhead:
         self._proposed[rid] = [*self._proposed.get(rid, ())[-1:], _Continuation(num_known, draft, in_flight)]
         return self._estimates.foresee(rid, self._drafts_behind(draft, in_flight))
 
-    def text(self, rid: str) -> Int32[np.ndarray, " C"]:
-        """The last continuation of a request."""
-        return self._proposed[rid][-1].draft.tokens
-
-    def draft_before(self, rid: str, num_known: int) -> Draft:
-        """The newest continuation of fewer than `num_known` tokens of a request: what a step ahead has verified that
-        began behind these."""
-        older = [one.draft for one in self._proposed.get(rid, ()) if one.num_known < num_known]
-        return older[-1] if older else NO_DRAFT
-
     def observe(self, rid: str, num_known: int, following: Int32[np.ndarray, " Q"]) -> None:
         """Compare what was proposed with the tokens that a step has added behind the first `num_known` of a request,
-        whether it had drafts or not: text that ends is seen by steps without them."""
+        whether it had drafts or not: where a text ends, the next step has none."""
         proposed = self._proposed.get(rid)
         if not proposed:
             return
         emitted = following.tolist()
-        self._proposed[rid] = [one for one in proposed if one.num_known >= num_known]  # the others had their step
-        for one in proposed:
-            skipped = num_known - one.num_known
+        self._proposed[rid] = [text for text in proposed if text.num_known >= num_known]  # the others had their step
+        for text in proposed:
+            skipped = num_known - text.num_known
             if skipped < 0:
                 continue
-            drafted = one.draft.tokens[skipped : skipped + min(self._num_drafts, len(emitted))].tolist()
+            drafted = text.draft.tokens[skipped : skipped + min(self._num_drafts, len(emitted))].tolist()
             if not drafted:
                 continue
             accepted = _count_equal(drafted, emitted)
             reached = min(accepted + 1, len(drafted))
             if skipped == 0:
-                self._joined.observe(accepted, reached)
+                self._joined.observe(accepted=accepted, reached=reached)
                 continue
-            self._ahead.observe(accepted, reached)
-            behind = self._drafts_behind(one.draft, one.behind)
+            self._ahead.observe(accepted=accepted, reached=reached)
+            behind = self._drafts_behind(text.draft, text.behind)
             self._estimates.survival(rid, behind)
             self._estimates.observe(rid, min(len(drafted), behind.tokens.size), min(accepted, behind.tokens.size))
 
@@ -131,7 +121,7 @@ class TextAhead:
 
 def _count_equal(drafted: Sequence[int], emitted: Sequence[int]) -> int:
     """How many leading tokens are equal."""
-    for index, (ours, theirs) in enumerate(zip(drafted, emitted, strict=False)):
-        if ours != theirs:
+    for index, (drafted_id, emitted_id) in enumerate(zip(drafted, emitted, strict=False)):
+        if drafted_id != emitted_id:
             return index
     return min(len(drafted), len(emitted))

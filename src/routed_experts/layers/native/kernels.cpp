@@ -114,7 +114,7 @@ ffi::Error run_qk_prepare(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::
                           int64_t norm, int64_t frequencies, bool interleaved, bool gated, bool norm_after_rope, bool biased) {
   const auto q = queries->dimensions(), kv = cache.dimensions(), table = page_table.dimensions();
   const int64_t tokens = q[0], heads = q[1], dim = q[2], groups = kv[2] / 2, repeat = layer.typed_data()[0];
-  const int64_t angles = tokens == 0 ? 0 : int64_t(cos.element_count()) / tokens;
+  const int64_t angles = cos.dimensions().size() == 2 ? cos.dimensions()[1] : 0;
   QkNormRopeShape shape{tokens, heads, groups, dim, table[1], kv[1], first_page.typed_data()[0], 0, eps, angles};
   const QkTraits traits{QkNorm(norm), norm_offset, frequencies, interleaved, gated, norm_after_rope, biased};
   const bool whole = traits.norm == QkNorm::kWhole, none = traits.norm == QkNorm::kNone;
@@ -125,7 +125,8 @@ ffi::Error run_qk_prepare(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::
   }
   if (cache.untyped_data() != written->untyped_data()) return ffi::Error::Internal("the KV pool was copied");
   if (kv[3] != dim) return ffi::Error::InvalidArgument("the pool's rows must be as wide as a head");
-  if (norm < 0 || norm > int64_t(QkNorm::kWhole) || frequencies < 0 || 2 * frequencies > dim || angles < frequencies || sin.element_count() != cos.element_count())
+  if (norm < 0 || norm > int64_t(QkNorm::kWhole) || frequencies < 0 || 2 * frequencies > dim || angles < frequencies || int64_t(cos.element_count()) != tokens * angles ||
+      sin.element_count() != cos.element_count())
     return mismatch("the norm is one of QkNorm, and a row has the angles of at most C / 2 frequencies");
   if (int64_t(qkv.element_count()) != tokens * (heads * (gated ? 2 : 1) + 2 * groups) * dim || int64_t(positions.element_count()) != tokens ||
       int64_t(token_rows.element_count()) != tokens || int64_t(valid.element_count()) != tokens)
