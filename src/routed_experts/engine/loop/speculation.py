@@ -204,6 +204,8 @@ class Speculation:
             if size > MOST_DRAFTS:  # a text does not hold the drafts of two steps
                 return None
             failures, drafts = self._num_failures, [self._continue(req, size) for req in running]
+            if self.has_failed:  # now: what has been proposed is dropped, too
+                return None
             texts = {req.rid: draft.tokens for req, draft in zip(running, drafts, strict=True)}
             sources = {req.rid: draft.source for req, draft in zip(running, drafts, strict=True)}
             expected = [
