@@ -282,23 +282,23 @@ def follow(
         clock.done("rendezvous", f"process {dist.node_rank} of {dist.nnodes}")
     assert isinstance(group, FollowingGroup), "of another rank than 0"
     enable_compilation_cache()
-    try:
-        runner, served = build_follower(
-            args,
-            group,
-            clock=clock,
-            load_format=load_format,
-            on_load=on_load,
-            placement=plan,
-            speculative=speculative,
-        )
-    except BaseException as error:
-        group.fail(error)
-        raise
-    clock.done("following", f"process {group.rank} of {group.dist.nnodes}")
     # A collection of garbage that takes long hides the end of process 0 from this process' threads. JAX sees it on a
-    # thread of its own, and aborts the process soon after.
+    # thread of its own, and aborts the process soon after. Later, the first orders would wait for this one.
     with frozen_gc():
+        try:
+            runner, served = build_follower(
+                args,
+                group,
+                clock=clock,
+                load_format=load_format,
+                on_load=on_load,
+                placement=plan,
+                speculative=speculative,
+            )
+        except BaseException as error:
+            group.fail(error)
+            raise
+        clock.done("following", f"process {group.rank} of {group.dist.nnodes}")
         Follower(group, runner, served).run()
 
 
