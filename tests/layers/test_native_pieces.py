@@ -6,8 +6,17 @@ import numpy as np
 import pytest
 
 from layers.test_native_batch_invariance import bits
-from layers.test_native_stack_families import CASES, GPT_OSS, GPT_OSS_FEED, PARTIAL, PIECES, SIGMOID, build_model, layer
-from layers.test_native_stack_families import random_model as random_model_of
+from layers.test_native_stack_families import (
+    CASES,
+    GPT_OSS,
+    GPT_OSS_FEED,
+    PARTIAL,
+    PIECES,
+    SIGMOID,
+    build_model,
+    layer,
+    random_model,
+)
 from routed_experts.layers.native.ops import NATIVE_ATTENTION, NATIVE_KERNELS
 from routed_experts.models.decoder.fused_path import block_kernel
 from support.model_steps import run_steps
@@ -37,7 +46,7 @@ def models():
 @pytest.mark.parametrize(("name", "dtype"), list(models()))
 def test_layers_in_pieces_have_the_bits_of_one_kernel(name, dtype):
     """Normalised streams of a prefill and a decode, stored keys and values, and ids."""
-    model = build_model(name, dtype) if name in CASES else random_model_of(MORE[name][0], dtype, **MORE[name][1])
+    model = build_model(name, dtype) if name in CASES else random_model(MORE[name][0], dtype, **MORE[name][1])
     assert block_kernel(model.config, model.config.blocks[0], NATIVE_KERNELS, NATIVE_ATTENTION) is not None
     (stored, outs), (pool, others) = (
         run_steps(model, kernels, NATIVE_ATTENTION, capture=True) for kernels in (NATIVE_KERNELS, PIECES)
