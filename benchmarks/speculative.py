@@ -11,12 +11,12 @@ a figure is the median over rounds of the ratio of neighbouring runs, with their
 prompt token to its last answer, capture on and asked in all but "capture off".
 
 random: nothing predicts the answer. copy and edit: the answer is the prompt in pieces of 16 tokens, with 4 new ones
-between two. oracle: a drafter that is right with probability 0.8, three drafts. rollouts: the answer is remembered, as
-of an epoch with the same weights and seeds; old rollouts: one token in ten of it has changed since. device: three
-drafts that are on the device and cost nothing, right with probability 0.8 whatever the model samples. With --joined
-each of these engines has a second one, whose steps all wait until the host has read the one before. `tokens a step` is
-of a request, and `bound` is that over the cost of a step with so many tokens, without a wait for the host, by the table
-that the engine measured at start and has followed since: an estimate."""
+between two. oracle: a drafter that is right with probability 0.8, three drafts, and the same ones with capture off.
+rollouts: the answer is remembered, as of an epoch with the same weights and seeds; old rollouts: one token in ten of it
+has changed since. device: three drafts that are on the device and cost nothing, right with probability 0.8 whatever the
+model samples. With --joined each of these engines has a second one, whose steps all wait until the host has read the
+one before. `tokens a step` is of a request, and `bound` is that over the cost of a step with so many tokens, without a
+wait for the host, by the table that the engine measured at start and has followed since: an estimate."""
 
 import argparse
 import dataclasses
@@ -52,13 +52,14 @@ from routed_experts.speculation.drafter import Draft, DraftSample, DraftSequence
 
 COPIED, EDITED = 16, 4  # tokens of a piece of "copy and edit"
 JOINED = ", joined"  # of an engine's name: none of its steps is ahead of the host
+CAPTURE_OFF = ", capture off"
 ENGINES = {
-    "oracle": ("oracle", "oracle" + JOINED),
+    "oracle": ("oracle", "oracle" + JOINED, "oracle" + CAPTURE_OFF, "oracle" + JOINED + CAPTURE_OFF),
     "rollouts": ("rollouts", "rollouts" + JOINED),
     "old rollouts": ("rollouts", "rollouts" + JOINED),
     "device": ("device", "device" + JOINED),
 }  # beside "off", by load; of other loads:
-COPYING = ("ngram", "ngram" + JOINED, "ngram, capture off")
+COPYING = ("ngram", "ngram" + JOINED, "ngram" + CAPTURE_OFF)
 ALPHA, ORACLE_DRAFTS = 0.8, 3
 DRAFT_MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -324,20 +325,20 @@ def make_engines(args: argparse.Namespace, model: Any, batch: int) -> dict[str, 
     needed = {name for load in args.loads for name in engines_of(load, args)}
     engines = {"off": Runner(make(capture=True, drafts=0), width)}
     for name in sorted(needed):
-        is_joined = name.endswith(JOINED)
+        is_joined, capture = JOINED in name, not name.endswith(CAPTURE_OFF)
         if name.startswith("oracle"):
-            oracle = make(capture=True, drafts=ORACLE_DRAFTS)
+            oracle = make(capture=capture, drafts=ORACLE_DRAFTS)
             engines[name] = Runner(oracle, width, Oracle(oracle.vocab_size), is_joined=is_joined)
         elif not name.startswith("device"):
             scope = "namespace" if name.startswith("rollouts") else "request"
-            made = make(capture=name != "ngram, capture off", drafts=args.drafts, scope=scope)
+            made = make(capture=capture, drafts=args.drafts, scope=scope)
             engines[name] = Runner(made, width, is_joined=is_joined)
     return engines | (device_engines(model, sizes, needed) if "device" in needed else {})
 
 
 def engines_of(load: str, args: argparse.Namespace) -> list[str]:
     """The engines beside "off" that a load runs on."""
-    return [name for name in ENGINES.get(load, COPYING) if args.joined or not name.endswith(JOINED)]
+    return [name for name in ENGINES.get(load, COPYING) if args.joined or JOINED not in name]
 
 
 def write_draft_model(folder: Path, vocabulary: int) -> None:
@@ -384,7 +385,7 @@ def compare(engines: dict[str, Runner], args: argparse.Namespace, batch: int, lo
         if turn == 0:
             before = {name: counts_of(engines[name]) for name in names}
         for name in names if turn % 2 else names[::-1]:
-            ask = name != "ngram, capture off"
+            ask = not name.endswith(CAPTURE_OFF)
             requests = Prompts(turn + 1).build_requests(prompts, new=args.new, ask=ask)
             if name.startswith("rollouts"):
                 remember(engines[name], prompts, answers, CHANGED if load == "old rollouts" else 0.0, noise)
@@ -399,7 +400,7 @@ def compare(engines: dict[str, Runner], args: argparse.Namespace, batch: int, lo
         verify, proposed, accepted, emitted, draft_s = counts_of(engines[name], before[name])
         tokens, drafts = args.rounds * batch * args.new, proposed / verify if verify else 0.0
         steps = verify + tokens - emitted  # of all requests
-        with_capture_off = decode.get("ngram, capture off") if name == "ngram" else None
+        with_capture_off = decode.get(name + CAPTURE_OFF)
         rows.append(
             {
                 "batch": batch,

@@ -163,7 +163,7 @@ def test_what_was_read_is_not_touched_by_later_steps():
 
 @pytest.mark.parametrize("sampling_mode", list(SamplingMode), ids=lambda sampling_mode: sampling_mode.name)
 def test_rows_that_come_with_the_tokens_are_those_that_come_alone(sampling_mode):
-    telling = build(piggyback_rows=True, shapes=(EXTEND, DECODE))
+    telling = build(piggyback={ForwardMode.DECODE})
     telling.compile()
     chunks = [
         Fed(part.slot, part.pages, (17 + at,), start=len(part.ids), prompt_len=len(part.ids))
@@ -187,6 +187,40 @@ def test_rows_that_come_with_the_tokens_are_those_that_come_alone(sampling_mode)
         for name in ("tokens", "logprobs", "top_ids", "top_logprobs"):
             assert np.array_equal(getattr(separate, name), getattr(piggybacked, name)), name
     assert (results[1][1].top_ids is not None) == (sampling_mode is SamplingMode.FULL)
+
+
+def test_rows_leave_with_the_tokens_in_the_steps_of_the_given_modes_alone():
+    separate, piggybacked = (
+        build(shapes=(EXTEND, DECODE, VERIFY), piggyback=modes, num_drafts=3)
+        for modes in ((), {ForwardMode.TARGET_VERIFY})
+    )
+    drafts = Fed(3, PAGES[0], (17, 4, 9), start=len(PROMPTS[0]), prompt_len=len(PROMPTS[0]))
+    following = dataclasses.replace(drafts, ids=(5,), start=drafts.start + 3)
+    steps = [
+        build_step(*PROMPT_PARTS),
+        build_step(drafts, mode=ForwardMode.TARGET_VERIFY),
+        build_step(following, mode=ForwardMode.DECODE),
+    ]
+    results = []
+    for runner in (separate, piggybacked):
+        runner.compile()
+        pendings = [runner.dispatch([step]) for step in steps]
+        assert [pending.rows is None for pending in pendings] == [False, runner is piggybacked, False]
+        results.append([read(runner, pending) for pending in pendings])
+    spec = piggybacked.spec.capture
+    for expected, own in zip(*results, strict=True):
+        rows = own.rows
+        if rows.dtype == np.int32:
+            rows = rows[:, -spec.row_words :].copy().view(spec.dtype)[:, : spec.row_ids]
+        assert np.array_equal(expected.rows, rows) and expected.rows.shape == rows.shape
+        assert np.array_equal(expected.tokens, own.tokens) and np.array_equal(expected.accepted, own.accepted)
+
+
+def test_a_step_with_more_tokens_than_are_sampled_after_has_rows_of_its_own():
+    runner = build(piggyback=ForwardMode, num_drafts=2)
+    assert runner.spec.sampled_rows(VERIFY) == 12 < VERIFY.num_tokens
+    words = [runner.spec.row_words_in(shape) for shape in (EXTEND, DECODE, VERIFY)]
+    assert words == [0, runner.spec.capture.row_words, 0]
 
 
 def test_a_table_in_memory_of_the_host_is_that_of_the_device(monkeypatch):
@@ -230,14 +264,14 @@ def test_the_table_of_programs_is_what_is_compiled():
 
 
 def test_steps_whose_rows_leave_with_the_tokens_have_samplers_of_their_own():
-    runner = build(piggyback_rows=True)
+    runner = build(piggyback={ForwardMode.DECODE})
     keys = {key for key in lowerings(runner.state, runner.spec, runner.config) if key[0] == "sample"}
     assert keys == {
         ("sample", EXTEND.num_requests, row_words, sampling_mode)
-        for row_words in (0, runner.spec.piggyback_row_words)
+        for row_words in (0, runner.spec.row_words_in(DECODE))
         for sampling_mode in SamplingMode
     }
-    assert runner.spec.piggyback_row_words > 0
+    assert runner.spec.row_words_in(DECODE) > 0
 
 
 def test_compiling_reports_progress():

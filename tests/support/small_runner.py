@@ -45,9 +45,9 @@ def oracle():
     return FullSequence(tiny_config(), tiny_tensors(tiny_config()))
 
 
-def build(*, capture=True, shapes=(EXTEND, DECODE), raw_logprobs=False, piggyback_rows=False, model=None):
-    """An uncompiled runner of the tiny MoE, or of another `model`; with `piggyback_rows`, rows of decode steps leave
-    with their tokens."""
+def build(*, capture=True, shapes=(EXTEND, DECODE), raw_logprobs=False, piggyback=(), model=None, num_drafts=0):
+    """An uncompiled runner of the tiny MoE, or of another `model`; rows of steps of the modes `piggyback` leave with
+    their tokens."""
     model = model or build_model(tiny_config(), tiny_tensors(tiny_config()))
     graphdef, state = nnx.split(model)
     kernels, attention = DEFAULT_BACKENDS.choose(ServerArgs(enable_return_routed_experts=capture))
@@ -67,7 +67,9 @@ def build(*, capture=True, shapes=(EXTEND, DECODE), raw_logprobs=False, piggybac
         attention=attention,
         num_pages=NUM_PAGES,
         raw_logprobs=raw_logprobs,
-        piggyback_row_words=config.capture_spec.row_words if piggyback_rows else 0,
+        piggyback_row_words=config.capture_spec.row_words if piggyback else 0,
+        piggyback_modes=frozenset(piggyback),
+        num_drafts=num_drafts,
     )
     return ModelRunner(
         state, spec, RunnerConfig(pool=pool, num_request_slots=NUM_SLOTS, shapes=shapes, vocab_size=VOCAB_SIZE)

@@ -37,13 +37,14 @@ from routed_experts.models.base.interface import TokenRouting
 class ProgramSpec:
     """What all programs of an engine share; static. `mesh_specs`: the mesh that they run on, None for one device; on a
     mesh `graphdef` is one device's share of the model. `count_spec`: the experts of a step are counted on the device;
-    None: they are not. `piggyback_row_words`: words of a packed row, where the rows of a decode step leave in the table
-    of its tokens (0: in an array of their own). They follow the metadata that both programs read. This pays where the
-    host reads outputs in place. `with_logits`: tokens are sampled after the layers, so logits are computed.
-    `num_drafts`: the longest draft of a verify step. `batch_invariant`: a verify step samples in blocks of as many rows
-    as other steps have, so that no product and no sum depends on the number of drafts. `draft_model`: a model drafts
-    after each step; `tapped_layers`: those whose outputs it reads. `kv_scales`: of a pool of codes, by shape of rows
-    and layer; () for 1. They are constants of the programs."""
+    None: they are not. `piggyback_row_words`: words of a packed row, where the rows of steps of the modes
+    `piggyback_modes` leave in the table of their tokens (0: all in an array of their own). They follow the metadata
+    that both programs read. This pays where the host reads outputs in place, and where the next step waits for rows.
+    `with_logits`: tokens are sampled after the layers, so logits are computed. `num_drafts`: the longest draft of a
+    verify step. `batch_invariant`: a verify step samples in blocks of as many rows as other steps have, so that no
+    product and no sum depends on the number of drafts. `draft_model`: a model drafts after each step; `tapped_layers`:
+    those whose outputs it reads. `kv_scales`: of a pool of codes, by shape of rows and layer; () for 1. They are
+    constants of the programs."""
 
     graphdef: nnx.GraphDef[Any]
     capture: CaptureSpec | None  # None: off
@@ -54,6 +55,7 @@ class ProgramSpec:
     mesh_specs: MeshSpecs | None = None
     count_spec: CaptureSpec | None = None
     piggyback_row_words: int = 0
+    piggyback_modes: frozenset[ForwardMode] = frozenset()
     with_logits: bool = True
     num_drafts: int = 0
     batch_invariant: bool = False
@@ -83,8 +85,8 @@ class ProgramSpec:
 
     def row_words_in(self, shape: BatchShape) -> int:
         """Words of a packed row that leave with its token in a step of this shape: one whose tokens are all sampled
-        after."""
-        each_token = shape.mode is not ForwardMode.EXTEND and self.sampled_rows(shape) == shape.num_tokens
+        after. 0: they leave in an array of their own."""
+        each_token = shape.mode in self.piggyback_modes and self.sampled_rows(shape) == shape.num_tokens
         return self.piggyback_row_words if each_token else 0
 
     def sampled_rows(self, shape: BatchShape) -> int:

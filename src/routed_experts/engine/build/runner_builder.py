@@ -17,6 +17,7 @@ from routed_experts.core.buckets import Buckets
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import CaptureUnsupportedError, ConfigError, ProcessMismatchError
 from routed_experts.core.expert_offload_config import ExpertOffloadConfig
+from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.core.placement_config import PlacementConfig, parse_fraction
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.core.speculative_config import SpeculativeConfig
@@ -155,7 +156,8 @@ def build_runner(
         raw_logprobs=args.logprobs_mode == "raw",
         mesh_specs=mesh_specs,
         count_spec=config.capture_spec if _should_count_experts(args, offload, placement) else None,
-        piggyback_row_words=_piggyback_row_words(capture, one_program=mesh_specs is None and offload is None),
+        piggyback_row_words=capture.row_words if capture is not None and mesh_specs is None and offload is None else 0,
+        piggyback_modes=_piggyback_modes(),
         num_drafts=num_drafts,
         batch_invariant=args.deterministic,
         draft_model=loaded_draft is not None,
@@ -249,9 +251,13 @@ def _should_count_experts(args: ServerArgs, offload: ExpertOffload | None, place
     return placement is not None
 
 
-def _piggyback_row_words(capture: CaptureSpec | None, *, one_program: bool) -> int:
-    """Words of a row where rows leave in the sampler's output: on CPU, where a step is one program on one device."""
-    return capture.row_words if capture is not None and one_program and jax.default_backend() == "cpu" else 0
+def _piggyback_modes() -> frozenset[ForwardMode]:
+    """Steps whose rows leave in the sampler's output where a step's layers are one program on one device: on a CPU all
+    that sample after every token, as the host reads them in place; on a GPU verify steps, as the next step often waits
+    for what the host reads of them."""
+    decode, verify = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
+    by_backend = {"cpu": frozenset({decode, verify}), "gpu": frozenset({verify})}
+    return by_backend.get(jax.default_backend(), frozenset())
 
 
 def _plan_memory(
