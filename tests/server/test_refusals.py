@@ -544,6 +544,21 @@ def test_a_request_id_is_echoed_or_refused(server):
         )
 
 
+@pytest.mark.parametrize("reserved", ["stats", "reset", ".", ".."])
+def test_a_reserved_request_id_is_refused_with_the_route_that_it_would_hide(server, reserved):
+    folder = "in the path of its rows it names a folder"
+    text = f"is reserved: {folder if '.' in reserved else f'/v1/routing/{reserved} is a route'}; choose another id"
+    for path, field, body in (
+        ("/generate", "rid", {"text": "a"}),
+        ("/v1/completions", "request_id", {"prompt": "a"}),
+        ("/v1/score", "request_id", {"token_ids": [1, 2]}),
+    ):
+        error = parse_error(server.post(path, {**body, field: reserved}), 400)
+        assert (error["message"], error["param"]) == (f"{field}={reserved!r} {text}", field)
+    error = parse_error(server.client.get("/v1/models", headers={"x-request-id": reserved}), 400)
+    assert (error["message"], error["code"]) == (f"X-Request-Id={reserved!r} {text}", "invalid_request_id")
+
+
 def test_unknown_routes_and_methods(server):
     assert parse_error(server.client.get("/v1/embeddings"), 404)["code"] == "not_found"
     response = server.client.get("/v1/completions")

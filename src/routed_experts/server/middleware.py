@@ -165,13 +165,24 @@ def resolve_request_id(request: Request, named: str | None, *, prefix: str, para
     It becomes the id of the response and its X-Request-Id."""
     state: dict[str, object] = request.scope["state"]
     if named is not None:
-        if not REQUEST_ID.fullmatch(named) or named in RESERVED_IDS:
-            text = f"{param}={short_repr(named)} must be {REQUEST_ID_RULE}; change it"
-            raise InvalidRequestError(text, param=param)
+        if (problem := _id_problem(named)) is not None:
+            raise InvalidRequestError(f"{param}={short_repr(named)} {problem}", param=param)
         state |= {"request_id": named, "client_named_id": True}
     elif not state.get("client_named_id"):
         state["request_id"] = prefix + str(state["request_id"])
     return str(state["request_id"])
+
+
+def _id_problem(request_id: str) -> str | None:
+    """Why a client may not give this id, and what to do; None where it may."""
+    if not REQUEST_ID.fullmatch(request_id):
+        return f"must be {REQUEST_ID_RULE}; change it"
+    if request_id in RESERVED_IDS:
+        reason = (
+            "in the path of its rows it names a folder" if "." in request_id else f"/v1/routing/{request_id} is a route"
+        )
+        return f"is reserved: {reason}; choose another id"
+    return None
 
 
 def has_made_id(request: Request) -> bool:
@@ -241,9 +252,8 @@ def _read_request_id(scope: Scope) -> None:
     header = _headers(scope).get(b"x-request-id")
     if header is not None:
         text = header.decode("latin-1")
-        if not REQUEST_ID.fullmatch(text) or text in RESERVED_IDS:
-            message = f"X-Request-Id must be {REQUEST_ID_RULE}; change it"
-            raise ApiError(message, status=400, code="invalid_request_id")
+        if (problem := _id_problem(text)) is not None:
+            raise ApiError(f"X-Request-Id={short_repr(text)} {problem}", status=400, code="invalid_request_id")
         scope["state"] |= {"request_id": text, "client_named_id": True}
 
 
