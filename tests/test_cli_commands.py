@@ -5,8 +5,11 @@ import dataclasses
 import io
 import json
 import math
+import os
 import re
 import signal
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -183,7 +186,7 @@ def test_generate_reads_json_lines(tmp_path, capsys, engine_factory):
     assert run(capsys, "convert", tmp_path / "out.safetensors", tmp_path / "b.safetensors", "--line", 4)[0] == 2
     code, out, _ = run(capsys, "analyze", "tokens", tmp_path / "out.safetensors", "--tokenizer", folder)
     assert code == 0 and "'The'" in out and out.count("# answer") == 3
-    for bad in ({"texts": "b"}, {"prompt": "a", "text": "b"}, {"text": "a", "input_ids": [1]}, {}):
+    for bad in ({"texts": "b"}, {}):
         (tmp_path / "bad.jsonl").write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps(bad), encoding="utf-8")
         code, _, err = run(capsys, "generate", folder, "--input", tmp_path / "bad.jsonl", *SIZES)
         assert code == 2 and "line 2 must be an object with prompt (or text) or input_ids" in err
@@ -440,6 +443,43 @@ def test_a_line_that_cannot_be_answered_is_refused_before_the_model_is_loaded(tm
     code, out, err = run(capsys, "generate", tmp_path / "no-model", "--input", tmp_path / "in.jsonl")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert f"in.jsonl, line 2 {words}" in err
+
+
+@pytest.mark.parametrize(
+    ("line", "fields"),
+    [
+        ({"prompt": "a", "text": "b"}, "prompt and text"),
+        ({"text": "a", "input_ids": [1]}, "text and input_ids"),
+        ({"input_ids": [1], "text": "a", "prompt": "b"}, "prompt and text and input_ids"),
+    ],
+)
+def test_a_line_with_two_prompts_is_refused_by_their_names(tmp_path, capsys, line, fields):
+    (tmp_path / "in.jsonl").write_text(json.dumps(line), encoding="utf-8")
+    code, _, err = run(capsys, "generate", tmp_path / "no-model", "--input", tmp_path / "in.jsonl")
+    assert code == 2 and f"in.jsonl, line 1 has {fields}, each of which is its prompt; give one of them" in err
+
+
+@pytest.mark.parametrize("source", ["in.jsonl", "link.jsonl", "hard.jsonl", "-"])
+@pytest.mark.parametrize("output", ["in.jsonl", "link.jsonl"])
+def test_answers_do_not_replace_their_prompts(tmp_path, source, output):
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text('{"prompt": "a"}\n', encoding="utf-8")
+    (tmp_path / "link.jsonl").symlink_to("in.jsonl")
+    (tmp_path / "hard.jsonl").hardlink_to(prompts)
+    command = [sys.executable, "-m", "routed_experts", "generate", "no-model", "--input", source, "--output", output]
+    env = {**os.environ, "PYTHONPATH": str(Path(generate.__file__).parents[2])}
+    with prompts.open("rb") as stdin:
+        done = subprocess.run(command, stdin=stdin, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=env)
+    assert done.returncode == 2 and done.stderr == (
+        f"routed-experts generate: error: --output {output} is the file of --input, and the answers would replace the "
+        "prompts; name another file\n"
+    )
+    assert prompts.read_text(encoding="utf-8") == '{"prompt": "a"}\n'
+
+
+def test_prompts_and_answers_may_be_one_device(tmp_path, capsys):
+    code, _, err = run(capsys, "generate", tmp_path / "no-model", "--input", "/dev/null", "--output", "/dev/null")
+    assert code == 2 and "no checkpoint folder" in err
 
 
 def test_standard_input_that_is_no_utf8_is_refused(tmp_path, capsys, monkeypatch):

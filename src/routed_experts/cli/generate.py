@@ -95,7 +95,7 @@ def run(options: argparse.Namespace, start_time: float) -> int:
         "speculative": speculative_args(options),
     }
     check_sampling_flags(options)
-    _check_output(options.output)
+    _check_output(options.output, options.input)
     prompts = list(_read(options.input) if options.prompt is None else _from_flags(options.prompt))
     output: Path | None = options.output
     as_archive = output is not None and output.suffix == ".safetensors"
@@ -124,13 +124,27 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     return 0
 
 
-def _check_output(output: Path | None) -> None:
-    """Raise ConfigError for a file whose ending no command reads. A device or a pipe has none."""
-    if output is None or output.suffix in _OUTPUT_SUFFIXES or (output.exists() and not output.is_file()):
+def _check_output(output: Path | None, source: Path | None) -> None:
+    """Raise ConfigError for a file whose ending no command reads, and for the file of the prompts, also by a link or as
+    standard input. A device or a pipe is neither."""
+    if output is None or (output.exists() and not output.is_file()):
+        return
+    if source is not None and _is_same_file(0 if str(source) == "-" else source, output):
+        text = f"--output {short_text(str(output))} is the file of --input, and the answers would replace the prompts"
+        raise ConfigError(f"{text}; name another file")
+    if output.suffix in _OUTPUT_SUFFIXES:
         return
     lines, archive = _OUTPUT_SUFFIXES
     text = f"--output {short_text(str(output))} ends in {output.suffix!r}, which analyze, convert and placement do not"
     raise ConfigError(f"{text} read; name a file that ends in {lines} (JSON lines) or {archive} (an archive)")
+
+
+def _is_same_file(source: Path | int, output: Path) -> bool:
+    """Whether both are one file. `source`: a path, or a descriptor."""
+    try:
+        return os.path.samefile(source, output)
+    except OSError:  # one of them does not exist
+        return False
 
 
 @contextlib.contextmanager
@@ -241,7 +255,10 @@ def _prompt(line: str | bytes, location: str) -> _Prompt:
         fields: Any = json.loads(line if isinstance(line, str) else line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f'{location} is no JSON ({error}); write one object a line: {{"prompt": "text"}}') from error
-    if not isinstance(fields, dict) or sum(name in fields for name in _PROMPT_KEYS) != 1:
+    prompts = [name for name in _PROMPT_KEYS if isinstance(fields, dict) and name in fields]
+    if len(prompts) > 1:
+        raise ConfigError(f"{location} has {' and '.join(prompts)}, each of which is its prompt; give one of them")
+    if not prompts:
         text = f"{location} must be an object with prompt (or text) or input_ids"
         raise ConfigError(f"{text}{_keys_found(fields)}; correct the line")
     prompt = cast("dict[str, Any]", fields)
