@@ -132,11 +132,19 @@ def test_generate_reports_a_full_disk_at_the_end(tmp_path, monkeypatch, capsys):
     assert str(partial) in err and json.loads(partial.read_text())["prompt"] == "The cat"
 
 
-def test_standard_output_on_a_full_disk_ends_with_a_sentence():
-    script = "import sys; from routed_experts.cli import main; sys.exit(main(['inspect', sys.argv[1], '--json']))"
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "words",
+    [["inspect", str(demo.demo_model_path()), "--json"], ["--version"], ["serve", "--help"], ["tiny", "--help"]],
+)
+def test_standard_output_on_a_full_disk_ends_with_a_sentence(words, unbuffered):
+    script = "import sys; from routed_experts.cli import main; sys.exit(main(sys.argv[1:]))"
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-W", "error", "-c", script, str(demo.demo_model_path())]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+        command = [sys.executable, "-W", "error", "-c", script, *words]
+        env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300, check=False, env=env
+        )
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "No space left on device" in done.stderr, (
         done.stderr
     )

@@ -144,6 +144,13 @@ class Parser(argparse.ArgumentParser):
         if self._subparsers is None and _REQUIRED.search(message) and (misspelt := self._misspelt_flags()):
             message = self._unknown_words(misspelt)
         message = with_short_values(message)
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Raise OSError where the text of --help or --version cannot be written; argparse's own method ignores it."""
+        if file is sys.stdout:
+            sys.stdout.write(message)
+        else:
+            super()._print_message(message, file)
+
         if (choice := _INVALID_CHOICE.search(message)) is not None:
             nearest = nearest_name(choice[1], _WORD.findall(choice[2]))
             message += "" if nearest is None else f"; did you mean {nearest}?"

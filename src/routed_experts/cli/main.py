@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without Δ shows ? instead
     parser = make_parser()
-    options = parser.parse_args(argv)
+    options = _parse(parser, argv)
     try:
         code = options.run(options, start_time)
         sys.stdout.flush()  # reports a full disk now
@@ -57,6 +57,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report_error(options.command, _ERRNO.sub("", str(error)), code=1)
     except KeyboardInterrupt:
         return 130
+
+
+def _parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line. --help and --version end the program: with 1 where their text cannot be written."""
+    try:
+        try:
+            return parser.parse_args(argv)
+        except SystemExit:
+            sys.stdout.flush()
+            raise
+    except BrokenPipeError:
+        _close_stdout()
+        sys.exit(1)
+    except OSError as error:
+        _close_stdout()
+        sys.exit(_report_error(None, _ERRNO.sub("", str(error)), code=1))
 
 
 def make_parser() -> Parser:
@@ -142,6 +158,7 @@ def _close_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _report_error(command: str, error: Exception | str, *, code: int) -> int:
-    print(f"{PROGRAM} {command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+def _report_error(command: str | None, error: Exception | str, *, code: int) -> int:
+    name = PROGRAM if command is None else f"{PROGRAM} {command}"
+    print(f"{name}: error: {' '.join(str(error).split())}", file=sys.stderr)
     return code
