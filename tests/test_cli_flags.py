@@ -233,3 +233,22 @@ def test_the_command_ends_with_two_lines(capsys):
 )
 def test_errors_of_commands_name_flags(text, expected):
     assert make_parser().command_parser("serve").name_flags(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--max-num-seqs", "0"), "--max-num-seqs 0"),
+        (("--max-running-requests", "0"), "--max-running-requests 0"),
+        (("--max-num-seqs", "4", "--max-running-requests=0"), "--max-running-requests 0"),
+        (("--max-running-requests=4", "--max_num_seqs=0"), "--max-num-seqs 0"),
+        (("--max-model-len", "-5"), "--max-model-len -5"),
+        (("--block-size", "0"), "--block-size 0"),
+        (("-tp", "0"), "--tensor-parallel-size 0"),
+        (("--tp=0",), "--tp 0"),
+    ],
+)
+@pytest.mark.parametrize("command", ["serve", "inspect"])
+def test_an_error_names_the_flag_that_was_given(capsys, command, words, named):
+    assert main([command, "no-model", *words]) == 2
+    assert f"error: {named} " in capsys.readouterr().err

@@ -107,20 +107,24 @@ class Parser(argparse.ArgumentParser):
         return cast("Parser", self._command_parsers()[command])
 
     def name_flags(self, text: str) -> str:
-        """Name flags in the text of an error where it names fields and keywords: --page-size 0 for page_size=0. What is
-        quoted, and a call such as Engine(...), stays as it is."""
+        """Name flags in the text of an error where it names fields and keywords: --page-size 0 for page_size=0, or
+        --block-size 0 where this name of it was given. What is quoted, and a call such as Engine(...), stays as it
+        is."""
         flags = self._flags_by_name()
         return _FIELD_VALUE.sub(lambda field: _show_flag(field, flags), text)
 
     def _flags_by_name(self) -> dict[str, str]:
-        parsers = [self, *self._command_parsers().values()]
-        flags = {
-            action.dest: next((flag for flag in action.option_strings if flag.startswith("--")), "")
-            for parser in parsers
-            for action in parser._actions
-        }
+        parsers = [self, *cast("Mapping[str, Parser]", self._command_parsers()).values()]
+        flags = {action.dest: parser._name_action(action) for parser in parsers for action in parser._actions}
         placement = {dest.removeprefix("placement_"): flag for dest, flag in flags.items()}
         return {name: flag for name, flag in {**placement, **flags, **self.keyword_flags}.items() if flag}
+
+    def _name_action(self, action: argparse.Action) -> str:
+        """The flag of this action that was given last, else the first of its long ones; empty where it has none."""
+        words = [word.partition("=")[0] for word in self._parsed_words]
+        flags = [flag for flag in action.option_strings if flag.startswith("--")]
+        given = next((word for word in reversed(words) if word in flags), None)
+        return given or next(iter(flags), "")
 
     def _command_parsers(self) -> Mapping[str, argparse.ArgumentParser]:
         group = self._subparsers
@@ -140,10 +144,6 @@ class Parser(argparse.ArgumentParser):
         heads = {word: word.partition("=")[0] for word in words if word.startswith("--")}
         return [word for word, head in heads.items() if " " not in head and head not in self._option_string_actions]
 
-    def error(self, message: str) -> NoReturn:
-        if self._subparsers is None and _REQUIRED.search(message) and (misspelt := self._misspelt_flags()):
-            message = self._unknown_words(misspelt)
-        message = with_short_values(message)
     def _print_message(self, message: str, file: Any = None) -> None:
         """Raise OSError where the text of --help or --version cannot be written; argparse's own method ignores it."""
         if file is sys.stdout:
@@ -151,6 +151,10 @@ class Parser(argparse.ArgumentParser):
         else:
             super()._print_message(message, file)
 
+    def error(self, message: str) -> NoReturn:
+        if self._subparsers is None and _REQUIRED.search(message) and (misspelt := self._misspelt_flags()):
+            message = self._unknown_words(misspelt)
+        message = with_short_values(message)
         if (choice := _INVALID_CHOICE.search(message)) is not None:
             nearest = nearest_name(choice[1], _WORD.findall(choice[2]))
             message += "" if nearest is None else f"; did you mean {nearest}?"
