@@ -232,17 +232,55 @@ def test_a_replica_that_starts_during_an_update_waits_for_it():
     in_fleet(test)
 
 
-def test_while_a_late_replica_loads_the_fleet_is_not_ready():
+async def die(client, link, member):
+    """End a replica, as the coordinator notices it."""
+    link._loop_task.cancel()
+    member.is_alive = False
+    await until(lambda: member.tag not in client.coordinator._members)
+
+
+async def ready(link):
+    """The status and the body of /ready, as this replica answers it."""
+    response = await FleetRoutes(link, 5.0).ready(posted({}, is_gone=False), types.SimpleNamespace())
+    return response.status_code, json.loads(response.body)
+
+
+def test_while_a_new_replica_loads_the_others_are_ready_and_the_body_counts_them():
+    """Ray sends it no request before it has loaded, so all that serve have one version."""
+
+    async def test(world, client, links):
+        await links["r0"].call("update", "a", None, "flush")
+        await die(client, links["r1"], world.members[1])
+        late = SimulatedMember(world, "")
+        held = await hold_prepare(late)
+        joining = asyncio.create_task(join(client, late))
+        await until(lambda: held.waits)
+        status, body = await ready(links["r0"])
+        states = {entry["replica"]: entry["state"] for entry in body["replicas"]}
+        assert status == 200 and "problem" not in body and states == {"r0": "serving", "r2": "loading"}
+        assert (body["num_ready"], body["num_replicas"]) == (1, 2)
+        held.go.set()
+        links["late"] = await joining
+        status, body = await ready(links["r0"])
+        assert (status, body["num_ready"], body["num_replicas"]) == (200, 2, 2)
+
+    in_fleet(test)
+
+
+def test_a_fleet_whose_only_replica_loads_is_not_ready():
     async def test(world, client, links):
         await links["r0"].call("update", "a", None, "flush")
         late = SimulatedMember(world, "")
         held = await hold_prepare(late)
         joining = asyncio.create_task(join(client, late))
         await until(lambda: held.waits)
-        assert (await links["r0"].call("status")).problem == "r2 loads version 'first' (update 1)"
+        for member in world.members[:2]:
+            await die(client, links[member.tag], member)
+        status, body = await ready(links["r0"])
+        assert (status, body["num_ready"], body["replicas"][0]["state"]) == (503, 0, "loading")
         held.go.set()
         links["late"] = await joining
-        assert (await links["r0"].call("status")).problem is None
+        assert (await ready(links["late"]))[0] == 200
 
     in_fleet(test)
 
@@ -750,7 +788,12 @@ def test_a_member_that_comes_back_late_is_healed_by_itself():
         await until(lambda: not client.coordinator._is_recovering)
         assert (await links["r0"].call("update", "b", None, "flush")).update_count == 2
         assert world.members[1].engine.count == 1
+        held = await hold_prepare(world.members[1])
         links["r1"].start()
+        await until(lambda: held.waits)
+        status, body = await ready(links["r0"])
+        assert (status, body["problem"]) == (503, "r1 loads version 'first' (update 2)"), "it serves older weights"
+        held.go.set()
         await until(lambda: world.members[1].engine.count == 2)
         assert str(world.members[1].engine.path) == "b" and world.evicted == []
 

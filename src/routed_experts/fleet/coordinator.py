@@ -465,8 +465,9 @@ class Coordinator:
     def _problem(self, statuses: Sequence[MemberStatus] = ()) -> str | None:
         if self._is_recovering:
             return "the coordinator was restarted and waits for the replicas"
-        if self._syncing:
-            return f"{', '.join(sorted(self._syncing))} loads version {describe_version(self._version)}"
+        # A new replica gets no request before it has loaded; one that joins again serves meanwhile what it had.
+        if serving := sorted(member.tag for member in self._started() if member.tag in self._syncing):
+            return f"{', '.join(serving)} loads version {describe_version(self._version)}"
         weights = {(status.version, status.model_path) for status in statuses if status.version is not None}
         if len({version for version, _ in weights}) < len(weights):
             return f"replicas serve {', '.join(sorted(describe_weights(*served) for served in weights))}"

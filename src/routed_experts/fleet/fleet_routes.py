@@ -183,7 +183,8 @@ class FleetRoutes:
         return _probe_response(status, 200 if serves else 503)
 
     async def ready(self, request: Request, server: ServerState) -> Response:
-        """Send traffic here: a replica serves, and all serve one version of the weights."""
+        """Send traffic here: a replica serves, and all that serve have one version of the weights. `num_ready` counts
+        them."""
         status = await self._fleet.status()
         is_ready = status.problem is None and any(member.state == "serving" for member in status.members)
         return _probe_response(status, 200 if is_ready else 503)
@@ -400,6 +401,7 @@ def _probe_response(status: FleetStatus, code: int) -> Response:
         "state": "serving" if code == 200 else "unavailable",
         **status.version.to_json(),
         "num_replicas": status.num_replicas,
+        "num_ready": sum(member.state == "serving" for member in status.members),
         "replicas": _replicas(status),
     }
     if status.problem is not None:
