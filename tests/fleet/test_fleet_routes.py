@@ -1,16 +1,20 @@
 """Routes of a fleet: merged metrics, summed counts, ids, and how several refusals become one error."""
 
 import asyncio
+import importlib
 
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.datastructures import MutableHeaders
 
+from routed_experts.fleet import serve_environment
 from routed_experts.fleet.fleet_client import sum_stats, values_of
 from routed_experts.fleet.fleet_routes import fleet_table
 from routed_experts.fleet.link import Link
 from routed_experts.fleet.messages import Answer, Refusal
 from routed_experts.fleet.metrics_text import fleet_metrics, merge
+from routed_experts.fleet.proxy_middleware import ID_ORIGIN, ResponseIds
 from routed_experts.fleet.request_ids import RequestIds, request_id_maker, tag_of
 from routed_experts.server.app import TABLE
 from routed_experts.server.errors import ApiError
@@ -122,27 +126,64 @@ def test_the_table_of_a_fleet_has_the_routes_and_rights_of_the_servers():
     assert "/generate" not in changed and "/health/live" not in changed
 
 
-@pytest.mark.parametrize(
-    ("sent", "kept"),
-    [
-        (b"01234567-89ab-4cde-8f01-23456789abcd", False),  # as Serve makes them
-        (b"mine", True),
-        (b"0123456789abcdef0123456789abcdef", True),
-    ],
-)
-def test_an_id_that_serve_made_is_no_id_of_the_client(sent, kept):
+UUID = b"01234567-89ab-4cde-8f01-23456789abcd"  # as Serve makes them
+
+
+@pytest.mark.parametrize("is_outside", [True, False])
+@pytest.mark.parametrize("sent", [None, UUID, b"mine", b"0123456789abcdef0123456789abcdef"])
+def test_an_answer_has_the_id_of_its_request(sent, is_outside):
+    """Around the server RequestIds, then Ray Serve's own middleware, and ResponseIds, if its environment names it."""
     seen, messages = [], []
 
-    async def app(scope, receive, send):
+    async def server(scope, receive, send):
         seen.extend(scope["headers"])
-        await send(
-            {"type": "http.response.start", "status": 200, "headers": [(b"x-request-id", b"ours"), (b"a", b"b")]}
-        )
+        own = next((value for name, value in seen if name == b"x-request-id"), b"r0-made")
+        headers = [(b"x-request-id", own), (b"a", b"b")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def send(message):
         messages.append(message)
 
-    scope = {"type": "http", "headers": [(b"host", b"x"), (b"x-request-id", sent)]}
-    asyncio.run(RequestIds(app)(scope, None, send))
-    assert ((b"x-request-id", sent) in seen) is kept and (b"host", b"x") in seen
-    assert messages[0]["headers"] == [(b"a", b"b")], "Serve adds its own"
+    def serve_ids(app):
+        async def with_ids(scope, receive, send):
+            headers = MutableHeaders(scope=scope)
+            if "x-request-id" not in headers:
+                headers.append("x-request-id", UUID.decode())
+
+            async def send_on(message):
+                MutableHeaders(scope=message).append("X-Request-ID", headers["x-request-id"])
+                await send(message)
+
+            await app(scope, receive, send_on)
+
+        return with_ids
+
+    app = serve_ids(RequestIds(server))
+    if is_outside:
+        app = ResponseIds(app)
+    headers = [(b"host", b"x"), *([] if sent is None else [(b"x-request-id", sent)])]
+    asyncio.run(app({"type": "http", "headers": headers}, None, send))
+    is_known = is_outside or sent != UUID
+    assert seen == (headers if is_known else headers[:1])
+    (answer,) = [value for name, value in messages[0]["headers"] if name == b"x-request-id"]
+    expected = sent or (b"r0-made" if is_outside else UUID)
+    assert answer == expected and (b"a", b"b") in messages[0]["headers"]
+
+
+def test_an_answer_of_serve_itself_keeps_its_id_and_a_client_names_no_origin():
+    origins, messages = [], []
+
+    async def proxy(scope, receive, send):
+        origins.extend(value for name, value in scope["headers"] if name == ID_ORIGIN)
+        await send({"type": "http.response.start", "status": 503, "headers": [(b"x-request-id", UUID)]})
+
+    async def send(message):
+        messages.append(message)
+
+    asyncio.run(ResponseIds(proxy)({"type": "http", "headers": [(ID_ORIGIN, b"client")]}, None, send))
+    assert origins == [b"serve"] and messages[0]["headers"] == [(b"x-request-id", UUID)]
+
+
+def test_serve_finds_the_middlewares_where_its_environment_names_them():
+    module, _, name = serve_environment.SHARED_VARIABLES["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"].partition(":")
+    assert [entry.cls for entry in getattr(importlib.import_module(module), name)()] == [ResponseIds]

@@ -55,7 +55,7 @@ def test_what_uses_a_folder_is_ended_and_nothing_else(tmp_path):
 
 def test_a_ray_of_its_own_is_lost_when_nobody_listens_any_more():
     spec = ReplicaSpec(args=ServerArgs(model_path="demo"), server=ServerSettings(), fleet=FleetSettings())
-    fleet = Fleet(spec, on_phase=lambda name, detail: None)
+    fleet = Fleet(spec, variables={}, on_phase=lambda name, detail: None)
     assert fleet.has_lost_ray is False, "none was started"
     with socket.create_server(("127.0.0.1", 0)) as listener:
         fleet._own_ray = f"127.0.0.1:{listener.getsockname()[1]}"

@@ -38,10 +38,11 @@ def serve_fleet(spec: "ReplicaSpec", options: argparse.Namespace, start_time: fl
     if spec.fleet.ray_address is None:  # in a Ray that runs the port may be its Serve's, which is another error
         check_port(spec.server)
     with _work_folder() as folder:
-        if spec.fleet.ray_address is None:  # read by Ray's modules when they are imported, and by its processes
-            from routed_experts.fleet.serve_environment import serve_environment
+        from routed_experts.fleet.serve_environment import SHARED_VARIABLES, serve_environment
 
-            os.environ.update(serve_environment(spec, work_folder=folder))
+        variables = {name: os.environ.get(name, value) for name, value in SHARED_VARIABLES.items()}
+        if spec.fleet.ray_address is None:  # read by Ray's modules when they are imported, and by its processes
+            os.environ.update(variables | serve_environment(spec, work_folder=folder))
         import_optional("ray.serve", purpose=PURPOSE, extra="ray")
         from routed_experts.fleet.start import Fleet
 
@@ -54,7 +55,7 @@ def serve_fleet(spec: "ReplicaSpec", options: argparse.Namespace, start_time: fl
             print(f"{name:<12}{now - last:7.2f} s  {detail}", file=sys.stderr, flush=True)
             last = now
 
-        fleet = Fleet(spec, on_phase=on_phase)
+        fleet = Fleet(spec, variables=variables, on_phase=on_phase)
         _take_signals(fleet)
         try:
             ready = fleet.start(quiet=vars(options).get("log_level") != "debug")

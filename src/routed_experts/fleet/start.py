@@ -124,10 +124,13 @@ class Ready:
 
 
 class Fleet:
-    """A fleet of this process. `on_phase` receives the name, and what there is to say, of each phase of the start."""
+    """A fleet of this process. `variables`: of the environment of its actors, in a Ray that runs already. `on_phase`
+    receives the name, and what there is to say, of each phase of the start."""
 
-    def __init__(self, spec: ReplicaSpec, *, on_phase: Callable[[str, str], None]) -> None:
-        self._spec, self._on_phase = spec, on_phase
+    def __init__(
+        self, spec: ReplicaSpec, *, variables: Mapping[str, str], on_phase: Callable[[str, str], None]
+    ) -> None:
+        self._spec, self._variables, self._on_phase = spec, variables, on_phase
         self._coordinator: CoordinatorClient | None = None
         self._watch = ReplicaWatch(spec.fleet.num_replicas)
         self._owns_serve = False
@@ -144,7 +147,9 @@ class Fleet:
             session_router()
         address = settings.ray_address or "local"
         _check_reachable(address)
-        keywords: dict[str, Any] = {} if settings.ray_address else {"include_dashboard": False}
+        keywords: dict[str, Any] = {"include_dashboard": False}
+        if settings.ray_address:
+            keywords = {"runtime_env": {"env_vars": dict(self._variables)}}  # of Serve's actors, too: they are ours
         try:
             with own_process_groups():
                 ray.init(

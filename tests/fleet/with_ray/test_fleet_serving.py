@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from routed_experts.formats.meta_info import record_from_meta_info
+from support.fleet_ids import check_ids
 from support.fleet_process import ADMIN, KEY, wait_until
 from support.http_server import parse_error
 
@@ -289,12 +290,8 @@ def test_every_replica_checks_the_key(fleet, client, method, path):
         assert parse_error(client.request(method, path, json={}), 403)["code"] == "admin_key_required"
 
 
-def test_an_id_of_the_client_is_kept_and_answered_once(client):
-    response = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}, headers={"x-request-id": "mine-7"})
-    assert response.json()["id"] == "mine-7" and response.headers.get_list("x-request-id") == ["mine-7"]
-    response = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
-    assert re.fullmatch(r"cmpl-r\d+-[0-9a-f]{32}", response.json()["id"])
-    assert len(response.headers.get_list("x-request-id")) == 1
+def test_an_answer_has_the_id_of_its_request(client):
+    check_ids(client)
 
 
 def test_errors_keep_their_form_through_the_proxy(client):

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 import httpx
 import pytest
 
+from support.fleet_ids import check_ids
 from support.fleet_load import Load
 from support.fleet_process import (
     ADMIN,
@@ -267,6 +268,12 @@ def test_the_death_of_a_follower_ends_its_replica_alone_and_both_come_back(fleet
     wait_until(lambda: whole(admin), seconds=90)
     versions = {(entry["weight_version"], entry["update_count"]) for entry in admin.get("/ready").json()["replicas"]}
     assert versions == {("step-7", 1)} and len(actors(FOLLOWER, fleet.root_pid)) == 2
+
+
+def test_an_answer_through_the_python_proxy_has_the_id_of_its_request(fleet):
+    assert fleet.proxy == "Python proxy"
+    with fleet.client() as client:
+        check_ids(client)
 
 
 def test_sigterm_drains_the_fleet_and_ends_everything(fleet, admin):
