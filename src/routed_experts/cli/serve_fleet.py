@@ -67,6 +67,7 @@ def serve_fleet(spec: "ReplicaSpec", options: argparse.Namespace, start_time: fl
             fleet.end()
             if fleet.has_lost_ray:
                 _leave(folder)
+            end_users_of(folder)  # HAProxy, where a second signal came before Serve had ended it
 
 
 def _leave(folder: str) -> NoReturn:

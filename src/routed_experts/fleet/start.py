@@ -250,17 +250,25 @@ class Fleet:
         self._own_ray = None
 
     def _end_serve(self) -> None:
-        """End Serve by its controller, as `serve.shutdown` does. That waits 30 s for an answer that a controller may
-        not give any more when it ends; a thread with such a call would end this process while Ray is shut down."""
-        ray = import_ray()
+        """End Serve by its controller, as `serve.shutdown` does, and wait until it has ended; after `hurry` it goes on
+        by itself. That function waits 30 s for an answer that a controller may not give any more when it ends; a
+        thread with such a call would end this process while Ray is shut down."""
+        ray, pause = import_ray(), threading.Event()
         limit_s = self._spec.server.shutdown_timeout + 3 * SHUTDOWN_MARGIN_S
         try:
-            answer = ray.get_actor(*_CONTROLLER).graceful_shutdown.remote()
+            answer = ray.get_actor(*_CONTROLLER).graceful_shutdown.remote(wait=False)
+            has_answered = False
             for _ in range(int(limit_s / _END_CHECK_S)):
-                answered, _ = ray.wait([answer], timeout=_END_CHECK_S)
-                if answered or self.has_lost_ray:
-                    return
                 ray.get_actor(*_CONTROLLER)
+                if self.has_lost_ray:
+                    return
+                if has_answered and self.hurry.is_set():
+                    logger.warning("Serve has the order to end the replicas; this command does not wait for it")
+                    return
+                if has_answered:
+                    pause.wait(_END_CHECK_S)
+                else:
+                    has_answered = bool(ray.wait([answer], timeout=_END_CHECK_S)[0])
         except Exception as error:  # ValueError without a controller; others where Ray is gone
             logger.debug("Serve has ended: %s", error)
 
