@@ -103,8 +103,9 @@ def _in_python() -> str:
     )
     calls = _table("Keywords of generate", ("instead", "names"), requests)
     intro = (
-        f"Of `Engine.generate`, `async_generate`, `LLM.generate` and `LLM.chat`: {text}. The first line of the table\n"
-        "is accepted without effect, the others are refused.\n\n"
+        f"Of `Engine.generate` and `async_generate`: {text}. `LLM.generate` reads `cache_salt` from a prompt,\n"
+        '`{"prompt": ..., "cache_salt": ...}`. The first line of the table is accepted without effect by these methods,\n'
+        "by `LLM.chat` and as a key of a prompt; the others are refused.\n\n"
     )
     before, _, after = calls.partition("\n\n")
     return _table("In Python", ("in Python", "flags"), groups) + f"{before}\n\n{intro}{after}"

@@ -200,7 +200,20 @@ def test_defaults_of_text_are_accepted_with_any_algorithm(algorithm):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"method": "mtp", "prompt_lookup_max": 3}, ["match_window_size=3", "is of NGRAM, and this is MTP"]),
+        (
+            {"method": "mtp", "prompt_lookup_max": 3},
+            ["prompt_lookup_max=3 of speculative_config is refused", "is of NGRAM, and this is MTP"],
+        ),
+        (
+            {"method": "suffix", "prompt_lookup_min": 2},
+            ["prompt_lookup_min=2 of speculative_config is refused", "is of NGRAM"],
+        ),
+        (
+            {"method": "suffix", "suffix_decoding_min_token_prob": 2},
+            ["suffix_decoding_min_token_prob=2 of speculative_config is refused", "in 0..1"],
+        ),
+        ({"method": "eagle3", "model": "folder", "num_speculative_tokens": 16}, ["num_speculative_tokens=16", "1..15"]),
+        ({"method": "mtp", "num_speculative_tokens": 16}, ["num_speculative_tokens=16", "1..15"]),
         ({"method": "ngram", "num_speculative_token": 3}, ["num_speculative_token'", "num_speculative_tokens"]),
         ({"num_speculative_tokens": 3}, ["no method", "ngram"]),
         ({"method": "medusa"}, ["MEDUSA", "NGRAM"]),
@@ -227,9 +240,9 @@ def test_defaults_of_text_are_accepted_with_any_algorithm(algorithm):
             )
         ),
         ({}, ["no method", "ngram"]),
-        ({"method": "eagle3"}, ["draft_model_path=None", "folder"]),
-        ({"method": "draft_model"}, ["draft_model_path=None", "smaller model of the same vocabulary"]),
-        ({"method": "ngram", "model": "folder"}, ["draft_model_path='folder'", "NGRAM has no draft model"]),
+        ({"method": "eagle3"}, ["speculative_config has no model", "folder"]),
+        ({"method": "draft_model"}, ["speculative_config has no model", "smaller model of the same vocabulary"]),
+        ({"method": "ngram", "model": "folder"}, ["model='folder'", "NGRAM has no draft model"]),
         ({"model": "folder"}, ["no method", "ngram"]),
         ("{method: ngram}", ["no JSON"]),
         ("[" * 100_000, ["no JSON", "(100000 characters)"]),

@@ -173,6 +173,74 @@ def test_a_prompt_of_several_that_is_refused_is_named(llm):
         llm.generate([""], GREEDY)
 
 
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ([[10**6]], "prompt holds the token id"),
+        ([[]], "prompt is empty|prompt holds no token"),
+        ([5] * 2000, r"prompt of 2000 tokens"),
+        ({}, "prompt has neither prompt nor prompt_token_ids"),
+        ([None], "prompt=None must be text, token ids"),
+        (["a", {"prompt": None}], r"prompt\[1\] has neither"),
+        (["a", {"prompt": "b", "cache_salt": 5}], r"prompt\[1\]: cache_salt=5 must be text"),
+        ({"prompt": "b", "cache_salt": 5}, "cache_salt=5 must be text"),
+        ({"prompt": "b", "multi_modal_data": {"image": 1}}, "prompt has 'multi_modal_data', .*: models take text"),
+        (["a", {"prompt": "b", "prompt_embeds": [1, 2]}], r"prompt\[1\] has 'prompt_embeds', .* text or token ids"),
+        ({"prompt": "b", "promt_token_ids": [5]}, "prompt has the key 'promt_token_ids', .* mean prompt_token_ids"),
+        ({"prompt": "b", 5: 5}, "prompt has the key 5, which is not known"),
+        (None, "prompts=None must be text, token ids"),
+        (5, "prompts=5 must be text, token ids"),
+        (np.array(5), "prompts=.* must be text, token ids"),
+        ([{1, 2}], "prompt=a set of 2 must be text, token ids"),
+        (b"abc", "prompt=a bytes of 3 must be text, token ids"),
+    ],
+)
+def test_a_prompt_that_is_none_is_refused_by_the_name_of_the_argument(llm, prompts, words):
+    with pytest.raises(InvalidRequestError, match=f"^({words})") as caught:
+        llm.generate(prompts, GREEDY)
+    assert caught.value.param in ("prompt", "prompts", "cache_salt")
+
+
+def test_keys_of_a_prompt_without_a_value_or_an_effect_pass(llm):
+    prompt = {"prompt": PROMPTS[1], "multi_modal_data": None, "mm_processor_kwargs": {}, "priority": 3}
+    (output,) = llm.generate(prompt, GREEDY)
+    assert output.outputs[0].token_ids == llm.generate(PROMPTS[1], GREEDY)[0].outputs[0].token_ids
+
+
+def test_prompts_of_other_salts_share_no_prefix(tmp_path):
+    text = PROMPTS[0] * 2
+    first = SamplingParams(temperature=0, max_tokens=1)
+    with LLM(str(write_tiny_checkpoint(tmp_path)), block_size=8, max_num_seqs=2) as own:
+        salts = (None, "a", "b", "a", "b")
+        cached = [own.generate({"prompt": text, "cache_salt": salt}, first)[0].num_cached_tokens for salt in salts]
+        by_engine = own.engine.generate(text, {"max_new_tokens": 1}, extra_key="a")["meta_info"]["cached_tokens"]
+    assert cached[:3] == [0, 0, 0] and cached[3] == cached[4] == by_engine > 0
+
+
+@pytest.mark.parametrize(
+    ("method", "keyword", "words"),
+    [
+        ("generate", "cache_salt", "cache_salt is no parameter of LLM.generate; give .*cache_salt"),
+        ("chat", "extra_key", "extra_key is no parameter of LLM.chat; give .*cache_salt"),
+        ("chat", "routed_dp_rank", "routed_dp_rank is no parameter of LLM.chat; known are messages"),
+        ("chat", "sampling_prams", "sampling_prams is no parameter of LLM.chat; did you mean sampling_params"),
+    ],
+)
+def test_an_unknown_keyword_names_its_method(llm, method, keyword, words):
+    with pytest.raises(InvalidRequestError, match=f"^{words}") as caught:
+        getattr(llm, method)([{"role": "user", "content": "hi"}], GREEDY, **{keyword: "a"})
+    assert caught.value.param == keyword
+
+
+def test_a_chat_that_is_too_long_names_the_messages(llm):
+    long, short = ([{"role": "user", "content": "word " * count}] for count in (2000, 1))
+    with pytest.raises(InvalidRequestError, match=r"^messages of \d+ tokens is longer") as caught:
+        llm.chat(long, GREEDY)
+    assert caught.value.param == "messages"
+    with pytest.raises(InvalidRequestError, match=r"^messages\[1\] of \d+ tokens is longer"):
+        llm.chat([short, long], GREEDY)
+
+
 def test_parameters_of_a_prompt_that_are_refused_are_named(llm):
     """Those of a list. Parameters for all prompts are refused without an index."""
     for wrong, words in (
@@ -224,6 +292,8 @@ def test_a_length_above_the_models_is_refused_by_the_name_it_was_given(tmp_path)
         ([{"content": "hi"}], r"messages\[0\]=.* has no role or no content"),
         ([[{"role": "user", "content": None}]], r"messages\[0\]=.* has no role or no content"),
         ("hi", r"messages is text, 'hi'; give a list"),
+        ({"role": "user", "content": "hi"}, r"messages is a dict of 2; expected a list of at least one message"),
+        (5, r"messages=5 must be a list of messages"),
     ],
 )
 def test_a_conversation_without_a_message_is_refused(llm, messages, words):

@@ -186,16 +186,29 @@ def test_a_file_that_speaks_of_quantisation_is_refused_by_its_method(write_case,
         (".weight_scale_inv", "float32", "fp8 blocks"),
         (".qweight", "int32", "GPTQ or AWQ"),
         (".weight_packed", "int32", "compressed-tensors"),
+        (".weight_scale", "float32", "fp8 or compressed-tensors"),
+        (".weight_packed .weight_scale", "int32", "compressed-tensors"),
+        (".weight_packed .weight_scale .weight_global_scale", "float32", "NVFP4"),
+        (".weight_scale .weight_scale_2", "float32", "NVFP4"),
         (".weight.absmax", "float32", "bitsandbytes"),
     ],
 )
 def test_tensors_that_look_quantised_are_refused_with_their_method(write_case, tmp_path, end, dtype, method):
     folder = shutil.copytree(write_case("Mixtral"), tmp_path / "copy")
     tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.0.self_attn.q_proj" + end] = np.zeros((2, 2), dtype)
+    tensors |= {"model.layers.0.self_attn.q_proj" + part: np.zeros((2, 2), dtype) for part in end.split()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=f"look quantised by {method}"):
+    with pytest.raises(CheckpointError, match=f"look quantised by {method}, though"):
         Engine(str(folder), skip_tokenizer_init=True)
+
+
+def test_gguf_weights_are_refused_by_name(write_case, tmp_path):
+    folder = shutil.copytree(write_case("Mixtral"), tmp_path / "copy")
+    file = folder / "model-Q4_K_M.gguf"
+    (folder / "model.safetensors").rename(file)
+    for path in (folder, file):
+        with pytest.raises(CheckpointError, match=r"GGUF weights.*; take the checkpoint that they were converted from"):
+            Engine(str(path), skip_tokenizer_init=True)
 
 
 def test_a_tensor_of_eight_bits_is_refused_by_its_dtype(write_case, tmp_path):

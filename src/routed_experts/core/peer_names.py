@@ -752,7 +752,13 @@ REQUEST_NO_EFFECT = NameGroup(
     values="priority use_tqdm external_trace_header kv_hints session_id",
 )
 REQUEST_REFUSED: tuple[NameGroup, ...] = (
-    NameGroup(reason="models take text", values="image_data audio_data video_data mm_hashes mm_content_hashes"),
+    NameGroup(
+        reason="models take text",
+        values="""
+            image_data audio_data video_data mm_hashes mm_content_hashes multi_modal_data multi_modal_uuids
+            mm_processor_kwargs token_type_ids encoder_prompt decoder_prompt""",
+    ),
+    NameGroup(reason="give text or token ids", values="prompt_embeds input_embeds"),
     NameGroup(reason="adapters are not served; merge the adapter into the checkpoint", values="lora_path lora_request"),
     NameGroup(reason="code that requests send is never run; give logit_bias", values="custom_logit_processor"),
     NameGroup(reason="this engine records routed experts, and no other inner value", values="return_hidden_states"),

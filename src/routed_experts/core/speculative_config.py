@@ -33,6 +33,14 @@ _VLLM_SUFFIX = {
     "suffix_decoding_min_token_prob": "suffix_min_token_prob",
     "suffix_decoding_max_cached_requests": "suffix_max_cached_requests",
 }
+_KEYS_OF_FIELDS: Mapping[str, tuple[str, ...]] = {  # fields that are read from vLLM's dict
+    "algorithm": ("method",),
+    "draft_model_path": ("model",),
+    "num_draft_tokens": ("num_speculative_tokens",),
+    "ngram_min_match_window_size": _VLLM_WINDOWS,
+    "ngram_max_match_window_size": _VLLM_WINDOWS[::-1],
+    **{ours: (key,) for key, ours in _VLLM_SUFFIX.items()},
+}
 _VLLM_KEYS = (
     "method",
     "model",
@@ -189,17 +197,16 @@ class SpeculativeConfig:
         if model is not None and not is_ngram:
             fields["draft_model_path"] = model
         if "num_speculative_tokens" in options:
-            fields["num_draft_tokens"] = _int_of(options, "num_speculative_tokens", MAX_DRAFT_TOKENS - 1) + 1
-        windows = [_int_of(options, key, MAX_WINDOW) for key in _VLLM_WINDOWS if key in options]
-        if windows and windows[0] > windows[-1]:
-            shortest, longest = _VLLM_WINDOWS
-            raise ConfigError(f"{shortest}={windows[0]} is above {longest}={windows[-1]}; lower it")
-        if windows:
-            fields |= {"ngram_min_match_window_size": windows[0], "ngram_max_match_window_size": windows[-1]}
+            most = MAX_DRAFT_TOKENS - 1 if str(method).upper() in _OF_TEXT else MAX_STEPS
+            fields["num_draft_tokens"] = _int_of(options, "num_speculative_tokens", most) + 1
+        fields |= _vllm_windows(options)
         suffix: dict[str, Any] = {ours: options[key] for key, ours in _VLLM_SUFFIX.items() if key in options}
         if not _is_same(suffix.get("suffix_max_cached_requests", 0), 0):
             fields |= {"scope": "namespace", "remember": True}
-        return SpeculativeConfig(**fields, **suffix)
+        try:
+            return SpeculativeConfig(**fields, **suffix)
+        except ConfigError as error:
+            raise _vllm_error(error, options) from error
 
     @property
     def num_drafts(self) -> int:
@@ -355,6 +362,29 @@ def _value(config: SpeculativeConfig, name: str) -> object:
 def _int_of(values: Mapping[str, object], key: str, high: int) -> int:
     """Return the value of a key, an integer in 1..high. Raises ConfigError."""
     return to_int(key, values[key], 1, high)
+
+
+def _vllm_windows(options: Mapping[str, object]) -> dict[str, int]:
+    """The fields of vLLM's bounds of a suffix; one alone is both. Raises ConfigError."""
+    windows = [_int_of(options, key, MAX_WINDOW) for key in _VLLM_WINDOWS if key in options]
+    if not windows:
+        return {}
+    if windows[0] > windows[-1]:
+        shortest, longest = _VLLM_WINDOWS
+        raise ConfigError(f"{shortest}={windows[0]} is above {longest}={windows[-1]}; lower it")
+    return {"ngram_min_match_window_size": windows[0], "ngram_max_match_window_size": windows[-1]}
+
+
+def _vllm_error(error: ConfigError, options: Mapping[str, object]) -> ConfigError:
+    """The error of a field with the key of vLLM's dict that gave its value, or that is missing."""
+    field = str(error).removeprefix("speculative_").partition("=")[0]
+    keys = _KEYS_OF_FIELDS.get(field, ())
+    if not keys:
+        return error
+    given = next((key for key in keys if key in options), None)
+    if given is None:
+        return ConfigError(f"speculative_config has no {keys[0]}: {error}")
+    return ConfigError(f"{given}={short_repr(options[given])} of speculative_config is refused: {error}")
 
 
 def _parse_json(text: str) -> object:

@@ -5,18 +5,19 @@ for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
     print(output.outputs[0].text, output.prompt_routed_experts.shape, output.outputs[0].routed_experts.shape)"""
 
 import contextlib
+import functools
 import inspect
 import logging
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, ParamSpec, TypeGuard, TypeVar
 
 from routed_experts.core.capture_spec import WeightsDType
 from routed_experts.core.editable_sampling_params import EditableSamplingParams
 from routed_experts.core.error_text import short_repr, suggestion
-from routed_experts.core.errors import PARAM, ConfigError, InvalidRequestError, prompt_index
-from routed_experts.core.integers import is_integer, to_int
-from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
+from routed_experts.core.errors import PARAM, ConfigError, InvalidRequestError, prompt_index, raise_as
+from routed_experts.core.integers import to_int
+from routed_experts.core.io_struct import TokenizedGenerateReqInput
 from routed_experts.core.keywords import ENGINE_NAMES, REQUEST_NAMES, check_keywords, request_error
 from routed_experts.core.peer_names import OTHER_NAMES
 from routed_experts.core.routed_experts import RoutedExperts
@@ -25,25 +26,34 @@ from routed_experts.core.server_args import KVCacheDtype, Quantization, ServerAr
 from routed_experts.core.speculative_config import SpeculativeConfig
 from routed_experts.engine.control.score import ScoreOutput
 from routed_experts.engine.engine import Engine
+from routed_experts.engine.requests.llm_prompts import LLMPrompt, Prompt, list_prompts
 from routed_experts.engine.requests.outputs import RequestOutput, check_arrays, request_output
 from routed_experts.engine.requests.routing_options import RoutingDefaults
 from routed_experts.engine.requests.sequence_state import SequenceState
 from routed_experts.engine.requests.token_ids import is_nested
 
 DEFAULT_MAX_TOKENS = 16
-Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}
 PromptParams = SamplingParams | Mapping[str, object]
 Params = PromptParams | Sequence[PromptParams] | None
 Messages = Sequence[Mapping[str, object]]
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def _unknown_argument(name: str, known: Sequence[str]) -> ConfigError:
     return ConfigError(f"{name} is no parameter of LLM; {ENGINE_NAMES.suggest(name, known)}")
 
 
-def _unknown_field(name: str, known: Sequence[str]) -> InvalidRequestError:
-    text = f"{PARAM} is no parameter of LLM.generate; {suggestion(name, known)}"
+def _unknown_field(method: str, name: str, known: Sequence[str]) -> InvalidRequestError:
+    text = f"{PARAM} is no parameter of {method}; {suggestion(name, known)}"
+    if REQUEST_NAMES.own_name(name, ("extra_key",)) is not None:
+        text = f'{PARAM} is no parameter of {method}; give generate {{"prompt": ..., "cache_salt": ...}}'
     return InvalidRequestError(text, param=name, code="unknown_field")
+
+
+def _check_request_keywords(method: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    make_unknown = functools.partial(_unknown_field, method)
+    return check_keywords(make_unknown, peers=REQUEST_NAMES, make_error=request_error, log_level=logging.DEBUG)
 
 
 class LLM:
@@ -131,32 +141,40 @@ class LLM:
         # Rows of format ref are not encoded: they are returned as arrays of this process.
         self._routing = RoutingDefaults(enabled=True, format="ref", refs=True)
 
-    @check_keywords(_unknown_field, peers=REQUEST_NAMES, make_error=request_error, log_level=logging.DEBUG)
+    @_check_request_keywords("LLM.generate")
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[RequestOutput]:
         """Generate for one prompt or many, in order, with one SamplingParams for all or one each; max_tokens is 16 if
-        unset.
+        unset. A prompt is text, token ids, or a dict with `prompt` or `prompt_token_ids` and, if wanted, `cache_salt`:
+        prompts of equal salts share cached prefixes and remembered answers.
 
         An engine that records routing returns it with every output, unless return_routed_experts is False. Raises
         InvalidRequestError, PromptTooLongError, CaptureDisabledError, RoutingIncompleteError or EngineDeadError."""
         self.engine.thread.check_not_forked()
-        prompt_list = _as_list(prompts)
-        params_list, has_own = _params_list(sampling_params, len(prompt_list)), _is_list(sampling_params)
+        return self._generate(list_prompts(prompts), sampling_params, field="prompt")
+
+    def _generate(self, prompts: Sequence[object], sampling_params: Params, *, field: str) -> list[RequestOutput]:
+        """`generate` for a list of prompts, which errors name `field`."""
+        params_list, has_own = _params_list(sampling_params, len(prompts)), _is_list(sampling_params)
+        names = {"input_ids": field, "prompt": field, "extra_key": "cache_salt"}
         groups: list[list[TokenizedGenerateReqInput]] = []
-        for index, (prompt, own) in enumerate(zip(prompt_list, params_list, strict=True)):
+        texts: list[str | None] = []
+        for index, (given, own) in enumerate(zip(prompts, params_list, strict=True)):
             try:
+                prompt = LLMPrompt.create(given)
                 groups.append(self._process(prompt, own))
+                texts.append(prompt.text)
             except InvalidRequestError as error:
-                if len(prompt_list) == 1 or not (has_own or error.is_of_prompt):
-                    raise
-                raise error.with_names({"input_ids": "prompt"}).at_prompt(index) from error
+                is_own = has_own or error.is_of_prompt or error.param == "extra_key"
+                named = error.with_names(names)
+                raise_as(error, named.at_prompt(index, field) if len(prompts) > 1 and is_own else named)
         sequences = [sequence for batch in self._submissions(groups) for sequence in self._run(batch)]
         outputs: list[RequestOutput] = []
-        for prompt, group in zip(prompt_list, groups, strict=True):
+        for text, group in zip(texts, groups, strict=True):
             choices, sequences = sequences[: len(group)], sequences[len(group) :]
-            outputs.append(request_output(choices, _text(prompt)))
+            outputs.append(request_output(choices, text))
         return outputs
 
-    @check_keywords(_unknown_field, peers=REQUEST_NAMES, make_error=request_error, log_level=logging.DEBUG)
+    @_check_request_keywords("LLM.chat")
     def chat(self, messages: Messages | Sequence[Messages], sampling_params: Params = None) -> list[RequestOutput]:
         """Answer one conversation or many, by the checkpoint's chat template. Raises as `generate` does."""
         tokenizer = self.engine.tokenizer
@@ -167,14 +185,15 @@ class LLM:
         conversations: Any = messages
         if not conversations:
             raise InvalidRequestError("messages is empty; give at least one", param="messages")
-        if isinstance(conversations[0], Mapping):
-            conversations = [conversations]
+        is_one = isinstance(conversations, Sequence) and isinstance(conversations[0], Mapping)
+        conversations = [conversations] if is_one or isinstance(conversations, Mapping) else conversations
         _check_conversations(conversations)
         texts = [tokenizer.apply_chat_template(conversation) for conversation in conversations]
         prompts = [
             {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)} for text in texts
         ]
-        return self.generate(prompts, sampling_params)
+        self.engine.thread.check_not_forked()
+        return self._generate(prompts, sampling_params, field="messages")
 
     def score(
         self,
@@ -214,16 +233,10 @@ class LLM:
         """Shut down."""
         self.shutdown()
 
-    def _process(self, prompt: Prompt, params: PromptParams) -> list[TokenizedGenerateReqInput]:
+    def _process(self, prompt: LLMPrompt, params: PromptParams) -> list[TokenizedGenerateReqInput]:
         """The requests of one prompt, one a choice."""
-        if isinstance(prompt, Mapping):
-            ids = prompt.get("prompt_token_ids")
-        else:
-            ids = None if isinstance(prompt, str) else prompt
-        text = _text(prompt) if ids is None else None
-        request = GenerateReqInput(text=text, input_ids=ids, sampling_params=params)
         return self.engine.input_processor.process(
-            request, default_max_tokens=DEFAULT_MAX_TOKENS, routing=self._routing, cut_max_tokens=True
+            prompt.request(params), default_max_tokens=DEFAULT_MAX_TOKENS, routing=self._routing, cut_max_tokens=True
         )
 
     def _submissions(self, groups: list[list[TokenizedGenerateReqInput]]) -> Iterator[list[TokenizedGenerateReqInput]]:
@@ -279,11 +292,13 @@ def _named_as_given() -> Generator[None]:
         raise ConfigError(f"{word} of LLM is refused: {error}") from error
 
 
-def _check_conversations(conversations: Sequence[Sequence[Mapping[str, object]]]) -> None:
+def _check_conversations(conversations: Any) -> None:
     """Raise InvalidRequestError for a conversation without messages, and for a message that has nothing to say."""
     if isinstance(conversations, str):
         text = f"{PARAM} is text, {short_repr(conversations)}; give a list of messages, or send the text to generate"
         raise InvalidRequestError(text, param="messages")
+    if not isinstance(conversations, Sequence):
+        raise InvalidRequestError(f"{PARAM}={short_repr(conversations)} must be a list of messages", param="messages")
     for index, conversation in enumerate(conversations):
         name = PARAM if len(conversations) == 1 else f"{PARAM}[{index}]"
         if isinstance(conversation, str | Mapping) or not isinstance(conversation, Sequence) or not conversation:
@@ -294,16 +309,6 @@ def _check_conversations(conversations: Sequence[Sequence[Mapping[str, object]]]
             if not is_message or all(value is None for key, value in message.items() if key != "role"):
                 text = f"{name}[{number}]={short_repr(message)} has no role or no content"
                 raise InvalidRequestError(f'{text}; give {{"role": "user", "content": "text"}}', param="messages")
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many as a list."""
-    value: Any = prompts
-    is_one = isinstance(value, str | Mapping) or (len(value) > 0 and all(map(is_integer, value)))
-    prompt_list: list[Prompt] = [value] if is_one else list(value)
-    if not prompt_list:
-        raise InvalidRequestError("prompts is empty; give at least one", param="prompts")
-    return prompt_list
 
 
 def _is_list(params: Params) -> TypeGuard[Sequence[PromptParams]]:
@@ -332,7 +337,3 @@ def _params_list(params: Params, count: int) -> Sequence[PromptParams]:
 def _checked(params: PromptParams) -> PromptParams:
     check_arrays(params if isinstance(params, SamplingParams) else SamplingParams.from_dict(params))
     return params
-
-
-def _text(prompt: Prompt) -> str | None:
-    return prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, Mapping) else None

@@ -27,11 +27,14 @@ from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.loading.quantized_part import QuantizedPart
 from routed_experts.models.loading.tensor_file import WEIGHT_DTYPES, TensorFile
 
+_FP8_TENSORS = "fp8 or compressed-tensors"
 _PACKED: Mapping[str, str] = MappingProxyType(  # how names of tensors end that quantisations add
     {
         ".weight_scale_inv": "fp8 blocks",
-        ".weight_scale": "fp8 or compressed-tensors",
+        ".weight_scale": _FP8_TENSORS,
         ".weight_packed": "compressed-tensors",
+        ".weight_global_scale": "NVFP4",
+        ".weight_scale_2": "NVFP4",
         ".qweight": "GPTQ or AWQ",
         ".qzeros": "GPTQ or AWQ",
         ".absmax": "bitsandbytes",
@@ -39,6 +42,8 @@ _PACKED: Mapping[str, str] = MappingProxyType(  # how names of tensors end that 
         "_proj_blocks": "MXFP4",
     }
 )
+GGUF = ".gguf"
+GGUF_REFUSED = "which are not read; expected model.safetensors; take the checkpoint that they were converted from"
 MAX_VALUE_DIGESTS = 64
 _NUM_READERS = 8
 _LISTED = 8  # names of each kind in an error
@@ -142,11 +147,9 @@ def check(
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in compared)
     }
     shared = [(name, source.shape, *present[name]) for name, source in expected.items() if name in present]
-    if packed := sorted(
-        {method for name in present if name not in expected for end, method in _PACKED.items() if name.endswith(end)}
-    ):
+    if methods := _quantizations(name for name in present if name not in expected):
         raise CheckpointError(
-            f"{checkpoint.path} holds weights that look quantised by {' or '.join(packed)}, though its config.json "
+            f"{checkpoint.path} holds weights that look quantised by {' or '.join(methods)}, though its config.json "
             "does not say so; expected "
             "plain bfloat16, float16 or float32 weights; use an unquantised checkpoint"
         )
@@ -170,6 +173,14 @@ def check(
             f"{checkpoint.path} does not fit its config.json: {'; '.join(messages)}; expected the tensors of that "
             "architecture"
         )
+
+
+def _quantizations(names: Iterable[str]) -> list[str]:
+    """The quantisations that tensors of these names may be of, sorted."""
+    methods = {method for name in names for end, method in _PACKED.items() if name.endswith(end)}
+    if "NVFP4" in methods:  # its other tensors are named as those of others
+        return ["NVFP4"]
+    return sorted(methods - {_FP8_TENSORS} if "compressed-tensors" in methods else methods)
 
 
 def save(path: Path | str, config: Mapping[str, object], tensors: Mapping[str, np.ndarray]) -> Path:
@@ -198,9 +209,10 @@ def _weight_files(folder: Path) -> dict[Path, list[str]]:
         return {folder / "model.safetensors": []}
     index = folder / "model.safetensors.index.json"
     if not index.exists():
-        pickled = sorted(
-            file.name for file in folder.iterdir() if file.suffix in {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
-        )
+        names = sorted(file.name for file in folder.iterdir())
+        pickled = [name for name in names if Path(name).suffix in {".bin", ".pt", ".pth", ".ckpt", ".pkl"}]
+        if gguf := [name for name in names if name.lower().endswith(GGUF)]:
+            raise CheckpointError(f"{folder} holds GGUF weights ({_some(gguf)}), {GGUF_REFUSED}")
         if pickled:
             raise CheckpointError(
                 f"{folder} holds pickled weights ({_some(pickled)}), which can run code and are never read; expected "

@@ -17,6 +17,7 @@ from routed_experts.core.installation import import_optional
 from routed_experts.core.paths import is_folder, shown_path
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.models.base.config_reader import read_json_object
+from routed_experts.models.loading.checkpoint import GGUF, GGUF_REFUSED
 
 DEMO = "demo"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -53,6 +54,8 @@ def local_folder(model: str) -> Path | None:
         return folder
     if model == DEMO:
         return demo_model_path()
+    if folder.is_file() and model.lower().endswith(GGUF):
+        raise CheckpointError(f"{shown_path(model)} is a file of GGUF weights, {GGUF_REFUSED}")
     if not _is_repository(model):
         known = f"give a folder with config.json and safetensors, a Hugging Face id such as org/name, or {DEMO}"
         raise CheckpointError(f"no checkpoint folder {shown_path(model)}; {known}")
