@@ -12,11 +12,13 @@ prompt token to its last answer, capture on and asked in all but "capture off".
 
 random: nothing predicts the answer. copy and edit: the answer is the prompt in pieces of 16 tokens, with 4 new ones
 between two. oracle: a drafter that is right with probability 0.8, three drafts, and the same ones with capture off.
-rollouts: the answer is remembered, as of an epoch with the same weights and seeds; old rollouts: one token in ten of it
-has changed since. device: three drafts that are on the device and cost nothing, right with probability 0.8 whatever the
-model samples. With --joined each of these engines has a second one, whose steps all wait until the host has read the
-one before. `tokens a step` is of a request, and `bound` is that over the cost of a step with so many tokens, without a
-wait for the host, by the table that the engine measured at start and has followed since: an estimate."""
+adversary: one that claims 0.9 of each and is never right. rollouts: the answer is remembered, as of an epoch with the
+same weights and seeds; old rollouts: one token in ten of it has changed since. device: three drafts that are on the
+device and cost nothing, right with probability 0.8 whatever the model samples. With --joined each of these engines has
+a second one, whose steps all wait until the host has read the one before. `tokens a step` is of a request, and `bound`
+is that over the cost of a step with so many tokens, without a wait for the host, by the table that the engine measured
+at start and has followed since: an estimate. `draft us a request` is the host's time for drafting and choosing in the
+engine, and `joined wait us` how long the device waits for the host before a joined step."""
 
 import argparse
 import dataclasses
@@ -58,9 +60,11 @@ ENGINES = {
     "rollouts": ("rollouts", "rollouts" + JOINED),
     "old rollouts": ("rollouts", "rollouts" + JOINED),
     "device": ("device", "device" + JOINED),
+    "adversary": ("adversary",),
 }  # beside "off", by load; of other loads:
 COPYING = ("ngram", "ngram" + JOINED, "ngram" + CAPTURE_OFF)
 ALPHA, ORACLE_DRAFTS = 0.8, 3
+ADVERSARY_CLAIM = 0.9  # of each draft, and none is right
 DRAFT_MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -76,7 +80,7 @@ DRAFT_MODEL = {
     "hidden_act": "silu",
 }
 CHANGED = 0.1  # of the tokens of "old rollouts"
-LOADS = ("random", "copy and edit", "oracle", "rollouts", "old rollouts", "device")
+LOADS = ("random", "copy and edit", "oracle", "rollouts", "old rollouts", "adversary", "device")
 
 
 class GivenText:
@@ -159,22 +163,23 @@ def count_given(words: Any, tokens: Any, texts: Any, *, shape: BatchShape, num_d
 
 
 class Oracle:
-    """Knows the answers, and is right with probability ALPHA; claims no more. Which of its drafts are wrong is drawn
-    when a sequence begins: a draft behind the first wrong one is not seen, so that it may be offered again."""
+    """Knows the answers, and is right with probability `right`; it claims `claimed`. Which of its drafts are wrong is
+    drawn when a sequence begins: a draft behind the first wrong one is not seen, so that it may be offered again."""
 
     nbytes = 0
 
-    def __init__(self, vocabulary: int) -> None:
+    def __init__(self, vocabulary: int, *, right: float = ALPHA, claimed: float = ALPHA) -> None:
+        self._right = right
         self.answers: dict[str, np.ndarray] = {}
         self._known: dict[str, int] = {}
         self._drafts: dict[str, np.ndarray] = {}
-        self._survival = ALPHA ** np.arange(1, continuation_size(ORACLE_DRAFTS) + 1)
+        self._survival = claimed ** np.arange(1, continuation_size(ORACLE_DRAFTS) + 1)
         self._noise, self._vocabulary = np.random.default_rng(5), vocabulary
 
     def open(self, key: str, tokens: np.ndarray, info: DraftSequence) -> None:
         self._known[key], answer = tokens.size, self.answers[key]
         others = self._noise.integers(0, self._vocabulary, answer.size)
-        self._drafts[key] = np.where(self._noise.random(answer.size) < ALPHA, answer, others).astype(np.int32)
+        self._drafts[key] = np.where(self._noise.random(answer.size) < self._right, answer, others).astype(np.int32)
 
     def extend(self, key: str, tokens: np.ndarray) -> None:
         self._known[key] += tokens.size
@@ -284,13 +289,18 @@ class Runner:
             self.core.speculation = Speculation(oracle, DraftPolicy(self.costs), limits, costs=self.costs)  # type: ignore[arg-type]
         self._text = None if width is None else GivenText(self.core, width)
 
+    def give_text(self, req: Req, answer: np.ndarray) -> None:
+        """Make `answer` what the request is answered, unless the model's own text is."""
+        if self._text is None:
+            return
+        self._text.answers[req.rid] = np.concatenate([req.tokens[: req.prompt_len], answer])
+        if self.oracle is not None:
+            self.oracle.answers[req.rid] = self._text.answers[req.rid]
+
     def run(self, requests: list[Req], answers: list[np.ndarray]) -> tuple[float, float]:
         """Seconds from the first to the last step without prompt tokens, and seconds of the steps before."""
         for req, answer in zip(requests, answers, strict=True):
-            if self._text is not None:
-                self._text.answers[req.rid] = np.concatenate([req.tokens[: req.prompt_len], answer])
-                if self.oracle is not None:
-                    self.oracle.answers[req.rid] = self._text.answers[req.rid]
+            self.give_text(req, answer)
         self.core.flush_cache()
         began = time.perf_counter()
         self.core.add(requests)
@@ -326,9 +336,10 @@ def make_engines(args: argparse.Namespace, model: Any, batch: int) -> dict[str, 
     engines = {"off": Runner(make(capture=True, drafts=0), width)}
     for name in sorted(needed):
         is_joined, capture = JOINED in name, not name.endswith(CAPTURE_OFF)
-        if name.startswith("oracle"):
-            oracle = make(capture=capture, drafts=ORACLE_DRAFTS)
-            engines[name] = Runner(oracle, width, Oracle(oracle.vocab_size), is_joined=is_joined)
+        if name.startswith(("oracle", "adversary")):
+            made = make(capture=capture, drafts=ORACLE_DRAFTS)
+            rates = dict(right=0.0, claimed=ADVERSARY_CLAIM) if name == "adversary" else {}
+            engines[name] = Runner(made, width, Oracle(made.vocab_size, **rates), is_joined=is_joined)
         elif not name.startswith("device"):
             scope = "namespace" if name.startswith("rollouts") else "request"
             made = make(capture=capture, drafts=args.drafts, scope=scope)
@@ -418,6 +429,7 @@ def compare(engines: dict[str, Runner], args: argparse.Namespace, batch: int, lo
                 "drafts a verify": drafts,
                 "bound": bound(engines[name], batch, drafts, tokens / steps),
                 "draft us a request": draft_s / steps * 1e6,
+                "joined wait us": wait_us(engines[name], batch),
             }
         )
     return rows
@@ -446,6 +458,12 @@ def bound(engine: Runner, batch: int, drafts: float, a_step: float) -> float:
     return a_step * plain / verify if drafts else 1.0
 
 
+def wait_us(engine: Runner, batch: int) -> float:
+    """How long the device waits for the host before a joined step, by the engine's own account."""
+    assert engine.costs is not None
+    return engine.costs.wait(batch) * 1e6
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
@@ -453,7 +471,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--new", type=int, default=192)
     parser.add_argument("--drafts", type=int, default=7, help="of a request, by n-grams")
-    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS[:-1]))
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS[:-2]))
     parser.add_argument("--dummy", action="store_true", help="Qwen3-30B-A3B with random weights, for a GPU")
     parser.add_argument("--joined", action="store_true", help="run engines without steps ahead of the host, too")
     parser.add_argument("--small", action="store_true", help="one short round")

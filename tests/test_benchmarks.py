@@ -48,7 +48,8 @@ SMALLEST = {
     "replay": ["--small"],
     "residency": ["--small"],
     "selection": ["--repeats", "1"],
-    "speculative": ["--small", "--loads", "old rollouts", "device"],
+    "speculative": ["--small", "--loads", "old rollouts", "device", "adversary"],
+    "speculative_crossing": ["--small"],
     "step": ["--small"],
     "structured": ["--small"],
 }
@@ -67,7 +68,7 @@ LONG = {  # 10 s or more, also in their smallest form
         "devices",
     ),
     *("quantized_layers", "quantized_product", "quantized_rollouts", "quantized_step"),
-    *("prompts_gpu", "replay", "residency", "selection", "speculative", "step"),
+    *("prompts_gpu", "replay", "residency", "selection", "speculative", "speculative_crossing", "step"),
 }
 NOT_RUN = {
     "cluster_speed": "starts four processes of engines; test_process_group_serving.py compares their answers",
