@@ -63,16 +63,20 @@ def draw_engines() -> Figure:
 def draw_speculation() -> Figure:
     """The cost of a step by tokens of a request, and throughput with drafts over that without, by load and batch."""
     figure = Figure(figsize=(11.5, 6.4), layout="constrained")
-    machines = {"speculative_cpu": "two CPU cores, benchmark model", "speculative_h200": "H200, Qwen3-30B-A3B"}
-    for (costs, gains), (name, machine) in zip(figure.subplots(2, 2), machines.items(), strict=True):
-        result = json.loads((RESULTS / f"{name}.json").read_text())
+    machines = {
+        "two CPU cores, benchmark model": ["speculative_cpu"],
+        "H200, Qwen3-30B-A3B": ["speculative_h200", "speculative_oracle_h200"],
+    }
+    for (costs, gains), (machine, names) in zip(figure.subplots(2, 2), machines.items(), strict=True):
+        results = [json.loads((RESULTS / f"{name}.json").read_text()) for name in names]
+        result = results[0]
         for batch, by_tokens in result["costs_ms"].items():
             points = [(int(tokens) / int(batch), ms) for tokens, ms in by_tokens.items()]
             costs.plot(*zip(*points, strict=True), "o-", label=f"batch {batch}")
         costs.set(xlabel="tokens a request", ylabel="ms a step", title=machine, ylim=(0, None))
         costs.grid(alpha=0.3)
         costs.legend(fontsize="small")
-        rows = [row for row in result["rows"] if "capture off" not in row["engine"]]
+        rows = [row for result in results for row in result["rows"] if "," not in row["engine"]]
         loads = [load for load in LOADS if load in {row["text"] for row in rows}]
         batches = sorted({row["batch"] for row in rows})
         for index, batch in enumerate(batches):
