@@ -113,7 +113,7 @@ def judge(forward: str, rollout: Rollout, prompt: int, report: Report) -> None:
     mask = np.ones(rollout.logprobs.shape, bool)
     for name, values in logprobs.items():
         row = dataclasses.asdict(mismatch_report(rollout.logprobs, values, mask))
-        report({"what": f"report, {name}", "canary": misses[name], **row})
+        report({"what": f"report, {name}", "canary": float(np.mean(misses[name])), **row})
     for line in compare(logprobs["live"] - rollout.logprobs, logprobs["replayed"] - rollout.logprobs):
         report(line)
     if "with weights" in logprobs:

@@ -16,7 +16,7 @@ from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.engine.loop.core import EngineCore
 from routed_experts.layers.moe import MoeBackend
-from routed_experts.replay import RoutedBatch, Sample, align, canary, forward
+from routed_experts.replay import RoutedBatch, Sample, align, forward
 
 BEYOND = {"F(1.1)": np.log(1.1), "F(2)": np.log(2.0)}
 
@@ -76,11 +76,18 @@ def compare(
     return lines
 
 
+def missed_share(slot_miss: Any, routed: RoutedBatch) -> Any:
+    """The canary of each sequence, [B]: the share of its replayed slots that the live router would not have chosen."""
+    misses = jnp.where(routed.valid[..., None], slot_miss.astype(jnp.float32), 0.0).sum(axis=(1, 2))
+    slots = routed.valid.sum(axis=1) * slot_miss.shape[-1] * routed.ids.shape[-1]
+    return misses / jnp.maximum(slots, 1)
+
+
 def training_logprobs(
     model: Any, tokens: np.ndarray, records: list[RoutedExperts], prompt: int, backend: MoeBackend
-) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Logprobs [B G] of the answers by the training forward: live, replayed and, where records have combine weights,
-    replayed with these; and the canary of each."""
+    replayed with these; and the canary of each answer, [B]."""
     graphdef, state = nnx.split(model)
     length = tokens.shape[1]
 
@@ -88,12 +95,13 @@ def training_logprobs(
     def run(state: Any, tokens: Any, routed: RoutedBatch | None) -> Any:
         out = forward(nnx.merge(graphdef, state), tokens, routed=routed, backend=backend)
         logprobs = jnp.take_along_axis(jax.nn.log_softmax(out.logits[:, :-1]), tokens[:, 1:, None], axis=-1)[..., 0]
-        return logprobs[:, prompt - 1 :], None if routed is None else canary(out.slot_miss, routed)
+        share = jnp.zeros(len(tokens)) if routed is None else missed_share(out.slot_miss, routed)
+        return logprobs[:, prompt - 1 :], share
 
     has_weights = all(record.weights is not None for record in records)
     names = ("live", "replayed", *(("with weights",) if has_weights else ()))
     logprobs_by: dict[str, list[np.ndarray]] = {name: [] for name in names}
-    shares: dict[str, list[float]] = {name: [] for name in names}
+    shares: dict[str, list[np.ndarray]] = {name: [] for name in names}
     for first in range(0, len(tokens), 128):
         part = slice(first, first + 128)
         samples = [Sample(record, length) for record in records[part]]
@@ -104,7 +112,7 @@ def training_logprobs(
         for name, batch in batches.items():
             logprobs, share = run(state, jnp.asarray(tokens[part]), batch)
             logprobs_by[name].append(np.asarray(logprobs, np.float64))
-            shares[name].append(0.0 if share is None else float(share))
+            shares[name].append(np.asarray(share, np.float64))
     return {name: np.concatenate(parts) for name, parts in logprobs_by.items()}, {
-        name: float(np.mean(parts)) for name, parts in shares.items()
+        name: np.concatenate(parts) for name, parts in shares.items()
     }

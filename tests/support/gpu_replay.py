@@ -17,15 +17,15 @@ from routed_experts.layers.gpu.backends import gpu_kernels
 from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.loading.dummy_weights import dummy_model
-from support.qwen3_configs import qwen3_config
+from support.qwen3_configs import qwen3_config, qwen3_keys
 
 VOCAB_SIZE = 256
 
 
-def byte_config(*, hidden=512, layers=12, experts=64, top_k=8, width=256, head=64) -> FamilyConfig:
-    """A Qwen3-MoE of bytes; two query heads to a key-value head."""
+def byte_keys(*, hidden=512, layers=12, experts=64, top_k=8, width=256, head=64) -> dict[str, object]:
+    """The config.json of a Qwen3-MoE of bytes; two query heads to a key-value head."""
     heads = max(2, hidden // head)
-    return qwen3_config(
+    return qwen3_keys(
         vocab_size=VOCAB_SIZE,
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -38,6 +38,11 @@ def byte_config(*, hidden=512, layers=12, experts=64, top_k=8, width=256, head=6
         num_experts_per_tok=top_k,
         max_position_embeddings=1024,
     )
+
+
+def byte_config(**sizes: int) -> FamilyConfig:
+    """The config of `byte_keys`."""
+    return qwen3_config(**byte_keys(**sizes))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
