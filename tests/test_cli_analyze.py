@@ -93,6 +93,59 @@ def test_a_difference_is_where_it_was_made(files, records, capsys, tmp_path):
     assert same["tokens that differ"] == 0 and same["records"] == 3 and same["overlap"] == [1, 1, 1]
 
 
+def with_other_token(line, index, token=3):
+    """An answer whose output has another token at `index`."""
+    ids = list(line["output_ids"])
+    ids[index] = token if ids[index] != token else token + 1
+    return {**line, "output_ids": ids}
+
+
+def write_lines(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_rows_from_the_first_different_token_on_are_left_out(files, records, capsys, tmp_path):
+    lines = [json.loads(line) for line in (files / "out.jsonl").read_text().splitlines()]
+    rows, end = [record.num_rows for record in records], records[1].num_prompt_tokens + 2
+    other = write_lines(tmp_path / "other.jsonl", [lines[0], with_other_token(lines[1], 2), lines[2]])
+    code, out, err = run(capsys, "diff", files / "out.jsonl", other, "--json")
+    report = json.loads(out)
+    assert (code, err) == (0, "")
+    assert (report["tokens"], report["rows left out"]) == (rows[0] + end + rows[2], rows[1] - end)
+    assert f"{rows[1] - end} rows left out" in run(capsys, "diff", files / "out.jsonl", other)[1]
+    other = write_lines(tmp_path / "other.jsonl", [lines[0], {**lines[1], "prompt": "Experts"}, lines[2]])
+    report = json.loads(run(capsys, "diff", files / "out.jsonl", other, "--json")[1])
+    assert (report["tokens"], report["rows left out"]) == (rows[0] + rows[2], rows[1])
+
+
+def test_token_ids_of_a_record_alone_are_compared(files, records, capsys, tmp_path):
+    record = records[0]
+    token_ids = np.arange(record.num_tokens)
+    other = token_ids.copy()
+    other[[3, 5]] = 99  # the first is in the prompt
+    for name, ids in (("a", token_ids), ("b", other), ("c", token_ids + 1)):
+        (tmp_path / f"{name}.safetensors").write_bytes(encode_record(record, ids))
+    report = json.loads(run(capsys, "diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--json")[1])
+    assert (report["tokens"], report["rows left out"]) == (3, record.num_rows - 3)
+    code, out, err = run(capsys, "diff", tmp_path / "a.safetensors", tmp_path / "c.safetensors")
+    assert (code, out) == (2, "") and "are of different tokens" in err and err.count("\n") == 1, err
+
+
+def test_texts_of_other_prompts_are_refused(files, capsys, tmp_path):
+    lines = [json.loads(line) for line in (files / "out.jsonl").read_text().splitlines()]
+    other = write_lines(tmp_path / "other.jsonl", [{**line, "prompt": line["prompt"].upper()} for line in lines])
+    code, out, err = run(capsys, "diff", files / "out.jsonl", other)
+    assert (code, out) == (2, "") and "are of different tokens" in err and "two runs of the same tokens" in err, err
+
+
+def test_tokens_that_no_file_holds_are_reported_as_not_compared(files, capsys):
+    code, out, err = run(capsys, "diff", files / "one.safetensors", files / "one.safetensors", "--json")
+    assert code == 0 and json.loads(out)["rows left out"] == 0
+    assert "the tokens of 1 of 1 records are not compared" in err
+    assert run(capsys, "diff", files / "out.jsonl", files / "out.jsonl")[2] == ""
+
+
 def test_records_that_share_no_known_row_count_for_nothing(files, records, capsys, tmp_path):
     first = records[0]
     known = np.zeros(first.num_rows, bool)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from routed_experts import analysis
-from routed_experts.analysis import RoutedText
+from routed_experts.analysis import RoutedText, RoutingDifference
 from routed_experts.cli.flags import MODEL_HELP
 from routed_experts.cli.record_files import SUFFIXES, RecordFile, read_answers, read_records
 from routed_experts.core.atomic_write import atomic_write
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 Table = dict[str, Sequence[float]]  # columns, a value for each MoE layer
 _PICTURES = (".png", ".svg", ".pdf")
 _UNKNOWN = "▪"  # for a token without known text
+_LARGEST_ID = 2**31 - 1  # token ids are int32
+_DIFF_PURPOSE = (
+    "where two runs of the same tokens chose other experts; rows from the first different token on are left out"
+)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +50,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         return kind
 
     stats = add("stats", "how evenly each layer spreads its load over experts", run_stats, "+")
-    diff = add("diff", "where two runs of the same tokens chose other experts", run_diff, 2)
+    diff = add("diff", _DIFF_PURPOSE, run_diff, 2)
     for kind in (stats, diff):
         kind.add_argument("--json", action="store_true", help="one JSON object")
         kind.add_argument("--csv", action="store_true", help="comma-separated values")
@@ -93,19 +97,33 @@ def run_stats(options: argparse.Namespace) -> None:
 
 
 def run_diff(options: argparse.Namespace) -> None:
-    """Differences of two files, record by record."""
+    """Differences of two files, record by record, on the tokens that both sequences begin with."""
     _check_form(options)
-    ours, theirs = (read_records([file]) for file in options.files)
+    a, b = options.files
+    ours, theirs = read_answers([a]), read_answers([b])
     if len(ours) != len(theirs):
-        a, b = options.files
         raise RoutingAlignmentError(
-            f"{a} holds {len(ours)} records and {b} {len(theirs)}; give two runs of the same prompts"
+            f"{a} holds {len(ours)} records and {b} {len(theirs)}; give two runs of the same tokens"
         )
-    differences = [analysis.routing_difference(a, b) for a, b in zip(ours, theirs, strict=True)]
-    differences = [difference for difference in differences if len(difference.tokens)]
+    differences: list[RoutingDifference] = []
+    num_left_out = num_unchecked = 0
+    for left, right in zip(ours, theirs, strict=True):
+        end, is_checked = _shared_tokens(left, right)
+        num_unchecked += not is_checked
+        num_left_out += _num_known_from(left.record, right.record, end)
+        if is_checked and end <= max(left.record.start, right.record.start):
+            continue
+        difference = analysis.routing_difference(left.record[:end], right.record[:end])
+        if len(difference.tokens):
+            differences.append(difference)
+    if not differences and num_left_out:
+        text = f"{a} and {b} are of different tokens: no row is before the first different token of its record"
+        raise RoutingAlignmentError(f"{text}; give two runs of the same tokens")
     if not differences:
-        a, b = options.files
-        raise RoutingAlignmentError(f"no token has a known row in {a} and in {b}; give two runs of the same prompts")
+        raise RoutingAlignmentError(f"no token has a known row in {a} and in {b}; give two runs of the same tokens")
+    if num_unchecked:
+        text = f"the tokens of {num_unchecked} of {len(ours)} records are not compared: {a} or {b} lacks their ids"
+        print(f"{text}; .safetensors files of generate --output have them", file=sys.stderr)
     sizes = np.array([len(difference.tokens) for difference in differences], np.float64)
     overlap = np.concatenate([difference.overlap for difference in differences])
     jaccard = np.concatenate([difference.jaccard for difference in differences])
@@ -117,8 +135,54 @@ def run_diff(options: argparse.Namespace) -> None:
         "flip rate": (overlap < 1).mean(axis=0).tolist(),
     }
     differing = (overlap < 1).any(axis=1)
-    totals = {"records": len(ours), "tokens": len(overlap), "tokens that differ": int(differing.sum())}
-    _show(totals, ours[0].layer_ids, columns, options)
+    totals = {
+        "records": len(ours),
+        "tokens": len(overlap),
+        "tokens that differ": int(differing.sum()),
+        "rows left out": num_left_out,
+    }
+    _show(totals, ours[0].record.layer_ids, columns, options)
+
+
+def _shared_tokens(a: RecordFile, b: RecordFile) -> tuple[int, bool]:
+    """The number of tokens that two sequences begin with alike, and whether their files hold what that needs: the ids
+    of the output, and the ids or the text of the prompt. What they do not hold counts as alike."""
+    limit = min(a.record.num_tokens, b.record.num_tokens)
+    prompts = _ids(a, "input_ids"), _ids(b, "input_ids")
+    outputs = _ids(a, "output_ids"), _ids(b, "output_ids")
+    if outputs[0] is None or outputs[1] is None:
+        return limit, False
+    if prompts[0] is not None and prompts[1] is not None:
+        return _common_length([*prompts[0], *outputs[0]], [*prompts[1], *outputs[1]]), True
+    ends = [entry.record.num_prompt_tokens for entry in (a, b)]
+    texts = [entry.answer.get("prompt") for entry in (a, b)]
+    has_texts = all(isinstance(text, str) for text in texts)
+    if has_texts and (texts[0] != texts[1] or ends[0] != ends[1]):
+        return 0, True
+    if ends[0] != ends[1]:
+        return limit, False
+    return ends[0] + _common_length(outputs[0], outputs[1]), has_texts
+
+
+def _ids(entry: RecordFile, name: str) -> list[int] | None:
+    """Token ids of the prompt or of the output, where the file has those that the record is of."""
+    if name not in entry.answer:
+        return None
+    ids, record = _token_ids(entry.answer, name, _LARGEST_ID + 1), entry.record
+    num_prompt_tokens = record.num_prompt_tokens
+    expected = num_prompt_tokens if name == "input_ids" else record.num_tokens - num_prompt_tokens
+    return ids if len(ids) == expected else None
+
+
+def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """The number of entries that both begin with."""
+    return next((index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _num_known_from(a: RoutedExperts, b: RoutedExperts, first: int) -> int:
+    """The number of rows of tokens `first` and later that both records know."""
+    low, high = max(first, a.start, b.start), min(a.start + a.num_rows, b.start + b.num_rows)
+    return int((a[low:high].known & b[low:high].known).sum()) if low < high else 0
 
 
 def _check_form(options: argparse.Namespace) -> None:
@@ -190,9 +254,7 @@ def _token_ids(answer: Mapping[str, object], name: str, vocab_size: int) -> list
     is_list = isinstance(ids, list)
     for token in ids if is_list else ():
         if type(token) is not int or not 0 <= token < vocab_size:
-            raise RoutingFormatError(
-                f"{name} holds {short_repr(token)}; expected token ids of 0 to {vocab_size - 1}, those of the tokenizer"
-            )
+            raise RoutingFormatError(f"{name} holds {short_repr(token)}; expected token ids of 0 to {vocab_size - 1}")
     if not is_list:
         raise RoutingFormatError(f"{name} is {short_repr(ids)}; expected a list of token ids")
     return cast("list[int]", ids)

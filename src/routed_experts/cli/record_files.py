@@ -9,7 +9,7 @@ from typing import cast
 
 from routed_experts.core.errors import ConfigError, RoutingFormatError
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.formats.archive import decode_answers, decode_record, holds_answers
+from routed_experts.formats.archive import decode_answers, decode_record_and_tokens, holds_answers
 from routed_experts.formats.meta_info import choices_of, record_from_response
 
 SUFFIXES = (".jsonl", ".json", ".safetensors")
@@ -17,7 +17,7 @@ SUFFIXES = (".jsonl", ".json", ".safetensors")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecordFile:
-    """One record and the other fields of its answer; none for a file of one record."""
+    """One record and the other fields of its answer; of a file of one record its token ids, where it has them."""
 
     record: RoutedExperts
     answer: Mapping[str, object]
@@ -80,7 +80,12 @@ def _read_file(file: Path) -> Iterator[RecordFile]:
 def _read_safetensors(encoded: bytes) -> Iterator[RecordFile]:
     """One record, or those of a file of answers."""
     if not holds_answers(encoded):
-        yield RecordFile(record=decode_record(encoded), answer={})
+        record, token_ids = decode_record_and_tokens(encoded)
+        ids: dict[str, object] = {}
+        if token_ids is not None:
+            end = record.num_prompt_tokens
+            ids = {"input_ids": token_ids[:end].tolist(), "output_ids": token_ids[end:].tolist()}
+        yield RecordFile(record=record, answer=ids)
         return
     for number, archived in enumerate(decode_answers(encoded), start=1):
         if archived.record is None:
