@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import load, save
 
 from placement.cases import skewed_record
+from routed_experts import formats
 from routed_experts.core.errors import RoutingFormatError
 from routed_experts.formats.archive import (
     ArchivedAnswer,
@@ -49,6 +50,23 @@ def test_archived_answers_round_trip():
                 "meta_info": {"id": meta["id"], "prompt_tokens": 5},
             }
     assert not holds_answers(encode_record(archived[0].record))
+
+
+def test_answers_are_no_record_and_the_error_names_what_reads_them():
+    encoded = encode_answers([filed(1), filed(2, with_record=False), filed(3)])
+    for decode in (decode_record, decode_record_and_tokens):
+        with pytest.raises(
+            RoutingFormatError, match=r"hold 3 answers.*formats\.decode_answers.*routed-experts convert"
+        ):
+            decode(encoded)
+
+
+def test_files_are_read_and_written_by_names_of_the_package():
+    answers = [filed(1), filed(2)]
+    decoded = formats.decode_answers(encode_answers(answers))
+    assert all(isinstance(answer, formats.ArchivedAnswer) for answer in decoded)
+    assert formats.decode_record(formats.encode_record(decoded[0].record)) == answers[0].record
+    assert {"ArchivedAnswer", "decode_answers", "decode_record", "encode_record"} <= {*formats.__all__}
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         vllm021,
         wire,
     )
-    from routed_experts.formats.archive import decode_record
+    from routed_experts.formats.archive import ArchivedAnswer, decode_answers, decode_record, encode_record
     from routed_experts.formats.layout import SequenceInfo
     from routed_experts.formats.meta_info import (
         extract_routed_experts_from_meta_info,
@@ -59,12 +59,15 @@ WITH_MARK = ("megatron", "nemo_rl", "tunix")  # their encode takes `missing`
 __all__ = [
     "FRAMEWORKS",
     "WITH_MARK",
+    "ArchivedAnswer",
     "SequenceInfo",
     "archive",
+    "decode_answers",
     "decode_record",
     "decode_routed_experts",
     "encode_as_lists",
     "encode_meta_info",
+    "encode_record",
     "encode_routed_experts",
     "extract_routed_experts_from_meta_info",
     "maxtext",
@@ -86,11 +89,14 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ArchivedAnswer": "archive",
     "SequenceInfo": "layout",
+    "decode_answers": "archive",
     "decode_record": "archive",
     "decode_routed_experts": "wire",
     "encode_as_lists": "wire",
     "encode_meta_info": "wire",
+    "encode_record": "archive",
     "encode_routed_experts": "wire",
     "extract_routed_experts_from_meta_info": "meta_info",
     "record_from_meta_info": "meta_info",

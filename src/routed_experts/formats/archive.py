@@ -62,13 +62,20 @@ def encode_record(record: RoutedExperts, token_ids: Int[np.ndarray, " S"] | None
 
 
 def decode_record(encoded: BytesLike) -> RoutedExperts:
-    """Decode what encode_record made; raises RoutingFormatError on anything else."""
+    """Decode the content of a file of one record: what encode_record made, `convert` wrote or `format=safetensors`
+    returned. Raises RoutingFormatError for anything else, also for the answers of `generate --output`."""
     return decode_record_and_tokens(encoded)[0]
 
 
 def decode_record_and_tokens(encoded: BytesLike) -> tuple[RoutedExperts, Int32[np.ndarray, " S"] | None]:
     """Decode the record and the token ids that travel with it, or None."""
     encoded = _to_bytes(encoded)
+    if holds_answers(encoded):
+        raise RoutingFormatError(
+            f"these {len(encoded)} bytes hold {len(decode_answers(encoded))} answers, not one record; read them with "
+            "routed_experts.formats.decode_answers, or make a file of one: routed-experts convert FILE.safetensors "
+            "record.safetensors --line 1"
+        )
     try:
         tensors = load(encoded)
         header = json.loads(encoded[8 : 8 + int.from_bytes(encoded[:8], "little")])
@@ -119,7 +126,8 @@ def encode_answers(answers: Sequence[ArchivedAnswer]) -> bytes:
 
 
 def decode_answers(encoded: BytesLike) -> list[ArchivedAnswer]:
-    """Decode what encode_answers made; raises RoutingFormatError on anything else."""
+    """Decode the content of a .safetensors file of `generate --output`, in order of the prompts. Raises
+    RoutingFormatError for anything else."""
     encoded = _to_bytes(encoded)
     try:
         tensors = load(encoded)
