@@ -90,6 +90,20 @@ def test_coactivation_is_that_of_a_loop(records, shape):
         assert lift[layer, i, j] == pytest.approx(expected, nan_ok=True)
 
 
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (6, 3), (5, 1)])
+def test_uniform_routing_has_a_lift_below_one(experts, top_k):
+    """Rows are drawn without repetition: E(K-1) / (K(E-1)) off the diagonal, T / c_i on it."""
+    rng = np.random.default_rng(7)
+    ids = rng.random((20_000, 2, experts)).argsort(axis=2)[:, :, :top_k].astype(np.uint8)
+    record = dataclasses.replace(random_record(rows=len(ids), layers=2, experts=experts, top_k=top_k), ids=ids)
+    lift, others = coactivation(record), ~np.eye(experts, dtype=bool)
+    expected = experts * (top_k - 1) / (top_k * (experts - 1))
+    assert expected < 1
+    np.testing.assert_allclose(lift[:, others], expected, rtol=0.15)  # a pair is counted 700 times or more
+    np.testing.assert_allclose(lift[:, others].mean(axis=1), expected, rtol=0.01)
+    np.testing.assert_allclose(lift[:, ~others], len(ids) / expert_counts(record), rtol=1e-12)
+
+
 def test_flow_between_layers_is_that_of_a_loop(records, shape):
     flow, (layers, experts) = layer_flow(*records), shape
     assert flow.shape == (layers - 1, experts, experts)

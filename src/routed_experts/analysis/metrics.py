@@ -64,7 +64,10 @@ def balance(*records: RoutedExperts) -> Balance:
 
 
 def coactivation(*records: RoutedExperts) -> Float64[np.ndarray, "M E E"]:
-    """Lift of two experts on one token: T·n(i and j) / (c_i·c_j); 1 is chance, NaN where one is dead."""
+    """Lift of two experts on one token: T·n(i and j) / (c_i·c_j), NaN where one is dead.
+
+    A row names K different experts, so uniform routing has E·(K-1) / (K·(E-1)) off the diagonal, which is below 1. The
+    diagonal is T / c_i."""
     rows, counts = known_rows(*records), expert_counts(*records)
     together = np.stack([_pairs(rows[:, layer], rows[:, layer], counts.shape[1]) for layer in range(rows.shape[1])])
     return ratio(len(rows) * together, counts[:, :, None] * counts[:, None, :].astype(np.float64))
