@@ -75,8 +75,8 @@ def test_numbers_are_those_of_the_library_from_every_kind_of_file(files, capsys,
     ]
     before = placement.simulate(records, ExpertPlacement.identity(3, 16, 4))
     after = placement.simulate(records, placement.eplb(learned, num_instances=20, num_devices=4))
-    assert report["instances"]["balance before"] == before.balancedness.tolist()
-    assert report["instances"]["balance planned"] == after.balancedness.tolist()
+    assert report["instances"]["balancedness before"] == before.balancedness.tolist()
+    assert report["instances"]["balancedness planned"] == after.balancedness.tolist()
     static = placement.resident(learned, per_layer=4)
     adaptive = placement.simulate(records, placement.AdaptiveResidency.start(static, learned=learned), step_tokens=8)
     assert (
@@ -99,7 +99,7 @@ def test_a_table_has_a_row_a_layer_and_their_mean(files, capsys):
         assert next(row for row in rows if row[:1] == [str(layer)])[2] == f"{after.balancedness[layer]:.3f}"
     assert next(row for row in rows if row[:1] == ["mean"])[2] == f"{after.balancedness.mean():.3f}"
     code, out, _ = run(capsys, files / "out.jsonl", "--instances", 18, "--devices", 3, "--step-tokens", 64)
-    assert code == 0 and "balance before" not in out  # 3 devices do not divide 16 experts
+    assert code == 0 and "balancedness before" not in out  # 3 devices do not divide 16 experts
 
 
 @pytest.mark.parametrize("dispatch", ["waterfill", "reroute"])
@@ -109,7 +109,7 @@ def test_steps_may_be_sent_by_the_serving_operators(files, capsys, dispatch):
     report, records = json.loads(out)["instances"], random_records(2)
     plan = placement.eplb(RoutingStats.from_records(records), num_instances=20, num_devices=4)
     after = placement.simulate(records, plan, dispatch=dispatch, step_tokens=100)
-    assert code == 0 and report["balance planned"] == after.balancedness.tolist()
+    assert code == 0 and report["balancedness planned"] == after.balancedness.tolist()
     share = (after.rerouted_slots / (400 * 4)).tolist()
     assert report.get("rerouted share") == (share if dispatch == "reroute" else None) and max(share) < 0.5
 

@@ -66,7 +66,9 @@ def test_files_are_read_and_written_by_names_of_the_package():
     decoded = formats.decode_answers(encode_answers(answers))
     assert all(isinstance(answer, formats.ArchivedAnswer) for answer in decoded)
     assert formats.decode_record(formats.encode_record(decoded[0].record)) == answers[0].record
-    assert {"ArchivedAnswer", "decode_answers", "decode_record", "encode_record"} <= {*formats.__all__}
+    assert {"ArchivedAnswer", "decode_answers", "decode_record", "encode_answers", "encode_record"} <= {
+        *formats.__all__
+    }
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])

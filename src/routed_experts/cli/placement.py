@@ -193,9 +193,9 @@ def _instances(
         before = placement.simulate(
             records, ExpertPlacement.identity(num_layers, num_experts, options.devices), step_tokens=step_tokens
         )
-        columns["balance before"], devices["before"] = before.balancedness, before.device_load
+        columns["balancedness before"], devices["before"] = before.balancedness, before.device_load
     after = placement.simulate(records, plan, dispatch=options.dispatch or "even", step_tokens=step_tokens)
-    columns["balance planned"], devices["planned"] = after.balancedness, after.device_load
+    columns["balancedness planned"], devices["planned"] = after.balancedness, after.device_load
     columns["max / mean device load"] = load_imbalance(after.device_load)
     columns["most replicas"] = plan.logical_replica_count.max(axis=1).astype(np.float64)
     if options.dispatch == "reroute":

@@ -38,7 +38,13 @@ if TYPE_CHECKING:
         vllm021,
         wire,
     )
-    from routed_experts.formats.archive import ArchivedAnswer, decode_answers, decode_record, encode_record
+    from routed_experts.formats.archive import (
+        ArchivedAnswer,
+        decode_answers,
+        decode_record,
+        encode_answers,
+        encode_record,
+    )
     from routed_experts.formats.layout import SequenceInfo
     from routed_experts.formats.meta_info import (
         extract_routed_experts_from_meta_info,
@@ -65,6 +71,7 @@ __all__ = [
     "decode_answers",
     "decode_record",
     "decode_routed_experts",
+    "encode_answers",
     "encode_as_lists",
     "encode_meta_info",
     "encode_record",
@@ -94,6 +101,7 @@ _HOMES = {
     "decode_answers": "archive",
     "decode_record": "archive",
     "decode_routed_experts": "wire",
+    "encode_answers": "archive",
     "encode_as_lists": "wire",
     "encode_meta_info": "wire",
     "encode_record": "archive",
