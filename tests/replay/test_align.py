@@ -174,6 +174,16 @@ def test_what_stands_in_rows_that_are_not_valid_is_not_looked_at():
         assert not batch.valid[0, 6] and batch.valid[0, 5]
 
 
+def test_rows_of_an_answer_that_is_not_exact_are_laid_out_as_any_others():
+    sample = Sample(random_record(np.random.default_rng(3), 9, prompt_len=4), 9)
+    changed_by_capacities = dataclasses.replace(sample, record=dataclasses.replace(sample.record, exact=False))
+    plain, other = (
+        align([entry], layout="pad_right", seq_len=9, spec=SPEC) for entry in (sample, changed_by_capacities)
+    )
+    for name in ("ids", "valid", "pad"):
+        np.testing.assert_array_equal(getattr(plain, name), getattr(other, name))
+
+
 def test_rows_of_weights_that_the_batch_does_not_allow_are_refused():
     record = changed(version_spans=((0, 4, 7), (4, 9, 8)))
     assert align([Sample(record, 10)], layout="pad_right", seq_len=12, spec=SPEC, versions=(7, 8)).valid.sum() == 9
