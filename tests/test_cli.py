@@ -314,14 +314,19 @@ def test_generate_writes_answers_with_their_records(tmp_path, capsys):
     assert done.stdout == ""
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [answer["prompt"] for answer in answers] == ["The cat", "Ein Satz mit Umlauten: äöü"]
+    num_rows = [record_from_meta_info(answer).num_rows for answer in answers]
     for answer in answers:
         record = record_from_meta_info(answer)
         assert record.num_rows == answer["meta_info"]["prompt_tokens"] + len(answer["output_ids"]) - 1
         assert record.weights.shape == record.ids.shape
-        assert f"routed_experts ({record.num_rows}, 4, 4) int32" in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last == f"wrote answers.jsonl: 2 answers, {sum(num_rows)} rows, 3 MoE layers, top-4"
     with lazy_compilation():
         assert main(["generate", str(model), "--prompt", "The cat", *flags[:-2]]) == 0
-    assert capsys.readouterr().out == answers[0]["text"] + "\n"
+    out, err = capsys.readouterr()
+    assert out == answers[0]["text"] + "\n"
+    summary = f"1 answer, {num_rows[0]} rows, 3 MoE layers, top-4; --output FILE keeps the rows"
+    assert err.splitlines()[-1] == summary
 
 
 def test_the_bar_of_loading_is_drawn_over_itself_and_ends_its_line(capsys):

@@ -162,7 +162,7 @@ def test_generate_reads_json_lines(tmp_path, capsys, engine_factory):
         0,
     ]
     code, _, err = run(capsys, "generate", folder, *flags, *SIZES)
-    assert code == 0, err
+    assert code == 0 and f"wrote {tmp_path / 'out.jsonl'}: 3 answers\n" in err, err
     answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [line.get("prompt") for line in answers] == ["The cat", None, "One two"] and answers[1]["tag"] == 1
     with engine_factory() as engine:

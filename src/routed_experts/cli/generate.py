@@ -43,6 +43,7 @@ from routed_experts.core.interrupts import hold_interrupts
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.formats.archive import ArchivedAnswer, encode_answers
 from routed_experts.formats.meta_info import record_from_meta_info
+from routed_experts.formats.wire import INFO_KEY
 
 if TYPE_CHECKING:
     from routed_experts.engine.engine import Engine
@@ -61,6 +62,28 @@ class _Prompt:
 
     fields: dict[str, Any]
     location: str
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Summary:
+    """What the answers of a run hold, for the line at its end."""
+
+    num_answers: int = 0
+    num_rows: int = 0
+    model: str = ""
+
+    def add(self, answer: dict[str, Any]) -> None:
+        """Count an answer and its rows."""
+        self.num_answers += 1
+        rows_info = answer["meta_info"].get(INFO_KEY)
+        if rows_info is not None:
+            num_rows, _, top_k = rows_info["shape"]
+            self.num_rows += num_rows
+            self.model = f"{len(rows_info['moe_layer_ids'])} MoE layers, top-{top_k}"
+
+    def __str__(self) -> str:
+        answers = f"{self.num_answers} answer{'' if self.num_answers == 1 else 's'}"
+        return f"{answers}, {self.num_rows} rows, {self.model}" if self.model else answers
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -112,7 +135,8 @@ def run(options: argparse.Namespace, start_time: float) -> int:
         bar = LoadBar() if sys.stderr.isatty() else None
         engine = stack.enter_context(Engine(**dataclasses.asdict(args), **groups, on_load=bar))
         print(f"ready in {time.perf_counter() - start_time:.1f} s", file=sys.stderr)
-        answers = _answers(engine, prompts, options, args)
+        summary = _Summary()
+        answers = _answers(engine, prompts, options, args, summary)
         if part is None:
             for answer in answers:
                 print(answer["text"])
@@ -121,6 +145,10 @@ def run(options: argparse.Namespace, start_time: float) -> int:
         else:
             with part.open("w", encoding="utf-8") as lines:
                 lines.writelines(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
+    if output is not None:  # the file has its name
+        print(f"wrote {output}: {summary}", file=sys.stderr)
+    elif summary.num_rows:
+        print(f"{summary}; --output FILE keeps the rows", file=sys.stderr)
     return 0
 
 
@@ -182,10 +210,10 @@ def _archived(engine: "Engine", answer: dict[str, Any]) -> ArchivedAnswer:
 
 
 def _answers(
-    engine: "Engine", prompts: list[_Prompt], options: argparse.Namespace, args: ServerArgs
+    engine: "Engine", prompts: list[_Prompt], options: argparse.Namespace, args: ServerArgs, summary: _Summary
 ) -> Iterator[dict[str, Any]]:
-    """Each prompt's fields with those of its answer, and what the engine records. Consecutive prompts of one kind share
-    a call."""
+    """Each prompt's fields with those of its answer, and what the engine records; `summary` counts them. Consecutive
+    prompts of one kind share a call."""
     first, wants_rows = 0, args.enable_return_routed_experts
     most = min(BATCH_SIZE, args.max_queued_requests)
     while first < len(prompts):
@@ -206,9 +234,7 @@ def _answers(
                 return_routed_experts_weights=args.enable_return_routed_experts_weights,
             )
         for prompt, answer in zip(batch, cast("list[dict[str, Any]]", answers), strict=True):
-            if wants_rows:
-                rows_info = answer["meta_info"]["routed_experts_info"]
-                print(f"routed_experts {tuple(rows_info['shape'])} {rows_info['dtype']}", file=sys.stderr)
+            summary.add(answer)
             yield {**prompt.fields, **answer}
         first += len(batch)
         if len(prompts) > most:
