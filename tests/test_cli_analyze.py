@@ -14,7 +14,7 @@ import pytest
 from routed_experts.cli import main
 from routed_experts.demo import demo_model_path
 from routed_experts.engine.requests.tokenizer import Tokenizer
-from routed_experts.formats import record_from_meta_info
+from routed_experts.formats import encode_meta_info, record_from_meta_info
 from routed_experts.formats.archive import encode_record
 from support.tiny_checkpoint import write_tiny_checkpoint
 
@@ -144,6 +144,22 @@ def test_tokens_that_no_file_holds_are_reported_as_not_compared(files, capsys):
     assert code == 0 and json.loads(out)["rows left out"] == 0
     assert "the tokens of 1 of 1 records are not compared" in err
     assert run(capsys, "diff", files / "out.jsonl", files / "out.jsonl")[2] == ""
+
+
+def test_outputs_are_compared_where_no_prompt_is_known(files, records, capsys, tmp_path):
+    line, record = json.loads((files / "out.jsonl").read_text().splitlines()[0]), records[0]
+    del line["prompt"]
+    ours, end = write_lines(tmp_path / "ours.jsonl", [line]), record.num_prompt_tokens
+    other = write_lines(tmp_path / "other.jsonl", [with_other_token(line, 2)])
+    code, out, err = run(capsys, "diff", ours, other, "--json")
+    report = json.loads(out)
+    assert (code, report["tokens"], report["rows left out"]) == (0, end + 2, record.num_rows - end - 2)
+    assert "the tokens of 1 of 1 records are not compared" in err
+    rows = {"meta_info": encode_meta_info(record[end:], payload_format="int32", layers="moe")}
+    ours = write_lines(tmp_path / "ours.jsonl", [{**line, **rows}])
+    other = write_lines(tmp_path / "other.jsonl", [{**with_other_token(line, 0), **rows}])
+    code, out, err = run(capsys, "diff", ours, other)
+    assert (code, out) == (2, "") and "are of different tokens" in err, err
 
 
 def test_records_that_share_no_known_row_count_for_nothing(files, records, capsys, tmp_path):

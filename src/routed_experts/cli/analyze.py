@@ -111,7 +111,7 @@ def run_diff(options: argparse.Namespace) -> None:
         end, is_checked = _shared_tokens(left, right)
         num_unchecked += not is_checked
         num_left_out += _num_known_from(left.record, right.record, end)
-        if is_checked and end <= max(left.record.start, right.record.start):
+        if end <= max(left.record.start, right.record.start):
             continue
         difference = analysis.routing_difference(left.record[:end], right.record[:end])
         if len(difference.tokens):
