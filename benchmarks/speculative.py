@@ -7,8 +7,8 @@
 The benchmark model in float32; with --dummy Qwen3-30B-A3B in bfloat16 with random weights. A model with random weights
 copies nothing, so the text of an answer is given: what a step samples is replaced on the host, and the step feeds it,
 drafts included. Costs are those of the real steps. Engine cores over the same weights answer the same prompts in turn;
-a figure is the median over rounds of the ratio of neighbouring runs, with their quartiles. A run is timed from its last
-prompt token to its last answer, capture on and asked in all but "capture off".
+a figure is the median over rounds of the ratio of two runs of one round, with the quartiles. A run is timed from its
+last prompt token to its last answer, capture on and asked in all but "capture off".
 
 random: nothing predicts the answer. copy and edit: the answer is the prompt in pieces of 16 tokens, with 4 new ones
 between two. oracle: a drafter that is right with probability 0.8, three drafts, and the same ones with capture off.
@@ -407,7 +407,8 @@ def compare(engines: dict[str, Runner], args: argparse.Namespace, batch: int, lo
     prefill = {name: [took for _, took in runs] for name, runs in seconds.items()}
     rows = list[dict[str, object]]()
     for name in names[1:]:
-        ratios = sorted(ratios_of(decode["off"], decode[name]))
+        ratios = ratios_of(decode["off"], decode[name])
+        low, high = np.percentile(ratios, [25, 75])
         verify, proposed, accepted, emitted, draft_s = counts_of(engines[name], before[name])
         tokens, drafts = args.rounds * batch * args.new, proposed / verify if verify else 0.0
         steps = verify + tokens - emitted  # of all requests
@@ -419,7 +420,8 @@ def compare(engines: dict[str, Runner], args: argparse.Namespace, batch: int, lo
                 "engine": name,
                 "tokens/s off": batch * args.new / statistics.median(decode["off"]),
                 "on / off": statistics.median(ratios),
-                "quartiles": f"{ratios[len(ratios) // 4]:.3f}..{ratios[-1 - len(ratios) // 4]:.3f}",
+                "quartiles": f"{low:.3f}..{high:.3f}",
+                "rounds": args.rounds,
                 "prefill on / off": statistics.median(ratios_of(prefill["off"], prefill[name])),
                 "capture on / off": statistics.median(ratios_of(with_capture_off, decode[name]))
                 if with_capture_off
@@ -436,7 +438,7 @@ def compare(engines: dict[str, Runner], args: argparse.Namespace, batch: int, lo
 
 
 def ratios_of(base: list[float], measured: list[float]) -> list[float]:
-    """Throughput over that of neighbouring runs."""
+    """Throughput over that of the runs of the same rounds."""
     return [old / new for old, new in zip(base, measured, strict=True)]
 
 
@@ -484,7 +486,6 @@ def main() -> None:
     for batch in args.batches:
         engines = make_engines(args, model, batch)
         measured = next(engine.costs for engine in engines.values() if engine.costs is not None)
-        assert measured is not None
         points = sorted({batch, *(batch * (1 + drafts) for drafts in (1, 3, args.drafts))})
         costs[str(batch)] = {str(tokens): measured.seconds(batch, tokens)[1] * 1e3 for tokens in points}
         for load in args.loads:

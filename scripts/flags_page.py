@@ -104,7 +104,8 @@ def _in_python() -> str:
     calls = _table("Keywords of generate", ("instead", "names"), requests)
     intro = (
         f"Of `Engine.generate` and `async_generate`: {text}. `LLM.generate` reads `cache_salt` from a prompt,\n"
-        '`{"prompt": ..., "cache_salt": ...}`. The first line of the table is accepted without effect by these methods,\n'
+        '`{"prompt": ..., "cache_salt": ...}`. The first line of the table is accepted without effect '
+        "by these methods,\n"
         "by `LLM.chat` and as a key of a prompt; the others are refused.\n\n"
     )
     before, _, after = calls.partition("\n\n")

@@ -192,6 +192,13 @@ def test_a_prompt_of_several_that_is_refused_is_named(llm):
         (5, "prompts=5 must be text, token ids"),
         (np.array(5), "prompts=.* must be text, token ids"),
         ([{1, 2}], "prompt=a set of 2 must be text, token ids"),
+        ({"a", "b"}, "prompts=a set of 2 must be text, token ids"),
+        ({"prompt_token_ids": [[1, 2], [3]]}, "prompt has .prompt_token_ids.: a list of 2, which is no row"),
+        (["a", {"prompt_token_ids": "abc"}], r"prompt\[1\] has .prompt_token_ids.: 'abc', which is no row"),
+        ([[[1, 2], [3, 4]]], "prompt=a list of 1 must be text, token ids|prompt=a list of 2 must be text, token ids"),
+        (["a", [[1, 2], [3, 4]]], r"prompt\[1\]=a list of 2 must be text, token ids"),
+        ({"prompt": ["a", "b"]}, "prompt has .prompt.: a list of 2, which is no text"),
+        ({"prompt": 5, "prompt_token_ids": [1]}, "prompt has .prompt.: 5, which is no text"),
         (b"abc", "prompt=a bytes of 3 must be text, token ids"),
     ],
 )

@@ -3,11 +3,12 @@
 How far a verify step brings a request depends on the drafts that it accepts. The host then knows bounds alone: it sends
 positions that count from where the request's slot stands (ModelWorkerBatch.is_ahead), and a program adds those on the
 device, before any other program of the step: `locate` where a model has drafted, `locate_text` where the host has.
-Dims: N padded tokens, B padded requests, R request slots, C tokens of a continuation, k drafts."""
+Dims: N padded tokens, B padded requests, R request slots, C tokens of a continuation, C1 = C + 1 (column 0 is the
+position of the first one), k drafts."""
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -104,7 +105,7 @@ def advance(
 def advance_positions(
     positions: Int32[Array, " R"], words: Int32[Array, " words"], accepted: Int[Array, " B"], *, shape: BatchShape
 ) -> Int32[Array, " R"]:
-    """As `advance`, of positions alone. More words may follow those of the packed form."""
+    """As `advance`, of positions alone. `words`: the packed form, which rows of experts may follow."""
     batch = unpack(words, shape)
     first = batch.paged.positions[batch.paged.query_starts[:-1]]
     return positions.at[batch.request_slots].set(first + 1 + accepted)
@@ -113,23 +114,27 @@ def advance_positions(
 @functools.lru_cache(maxsize=256)
 def locate_program(shape: BatchShape) -> Any:
     """`locate`, jitted and cached; all engines of a process share its traces."""
-    return jax.jit(functools.wraps(locate)(functools.partial(locate, shape=shape)))
+    return _jitted(locate, shape)
 
 
 @functools.lru_cache(maxsize=256)
 def advance_program(shape: BatchShape) -> Any:
     """`advance`, jitted in the same way."""
-    return jax.jit(functools.wraps(advance)(functools.partial(advance, shape=shape)), donate_argnums=(0,))
+    return _jitted(advance, shape, donate_argnums=(0,))
 
 
 @functools.lru_cache(maxsize=256)
 def locate_text_program(shape: BatchShape) -> Any:
     """`locate_text`, jitted in the same way."""
-    return jax.jit(functools.wraps(locate_text)(functools.partial(locate_text, shape=shape)))
+    return _jitted(locate_text, shape)
 
 
 @functools.lru_cache(maxsize=256)
 def advance_positions_program(shape: BatchShape) -> Any:
     """`advance_positions`, jitted in the same way."""
-    program = functools.wraps(advance_positions)(functools.partial(advance_positions, shape=shape))
-    return jax.jit(program, donate_argnums=(0,))
+    return _jitted(advance_positions, shape, donate_argnums=(0,))
+
+
+def _jitted(function: Callable[..., Any], shape: BatchShape, **options: Any) -> Any:
+    """The program of a function, by its name."""
+    return jax.jit(functools.wraps(function)(functools.partial(function, shape=shape)), **options)

@@ -3,12 +3,12 @@
 A step of B requests that verifies drafts of survival s_1, s_2, .. emits B + s_1 + s_2 + .. tokens on average. The
 policy takes the drafts with the most tokens per second. Whether drafting pays is found out step by step:
 
-    on      every step drafts
-      | 32 steps in a row without a draft to verify, or the balance has fallen too low
-    off     no step drafts, but one probe in 64 steps; one in 512 after 4 useless ones in a row, or after a loss
-      | a probe that was faster than a step without drafts; the next step is one after `expect` has heard twice
-      | in a row that drafts would pay, unless the last 64 steps have seen a useless one
-    trial   8 more probes in a row, from which the estimates learn; then on
+    on             every step drafts, but one in 256, which is timed without
+    on -> off      32 steps in a row had no draft to verify, or the balance has fallen too low
+    off            no step drafts, but probes: every 64 steps; every 512 after 4 useless probes in a row or a loss; at
+                   once where `expect` estimates a gain twice in a row, unless a probe of the last 64 steps was useless
+    off -> trial   a probe was faster than a step without drafts
+    trial -> on    8 more probes in a row, from which the estimates learn
 
 The balance is what drafting has gained since it was last switched on, in steps without drafts."""
 

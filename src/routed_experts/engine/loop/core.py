@@ -340,7 +340,7 @@ class EngineCore:
         if not self._runs:
             return None
         speculation = self.speculation
-        drafts_ahead = speculation is not None and speculation.wants_model_drafts(self.ranks.running, self.num_steps)
+        drafts_ahead = speculation is not None and speculation.wants_model_drafts(self.num_steps)
         chosen = [self._choose(scheduler, drafts) for scheduler in self.ranks]
         batches = self.ranks.build(chosen, drafts_ahead=drafts_ahead)
         if batches is None and self._pending is None:

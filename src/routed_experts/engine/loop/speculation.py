@@ -162,7 +162,7 @@ class Speculation:
             return False
         return any(map(_may_speculate, running)) and all(req.is_prefilled for req in running)
 
-    def wants_model_drafts(self, running: Sequence[Req], step: int) -> bool:
+    def wants_model_drafts(self, step: int) -> bool:
         """Whether a draft model is to draft after the step that is dispatched next, as the one after it may verify."""
         return self._model_drafter is not None and self.policy.should_try(step)
 
@@ -170,7 +170,7 @@ class Speculation:
         """The drafts that the next step verifies, by request id; no step is in flight."""
         model = self._model_drafter
         if model is not None and not any(model.is_ready(req.rid, req.num_known) for req in running):
-            return {}  # the last steps rested; the draft model is asked after this one
+            return {}  # the draft model has not drafted for these lengths; it drafts after the next step
         self._unverified.clear()
         start, probes = time.perf_counter(), self.policy.is_off
         drafts = [self._draft(req) for req in running]
@@ -248,10 +248,13 @@ class Speculation:
             self._has_changed = False
 
     def count_skipped(self, running: Sequence[Req]) -> None:
-        """Count the requests of a step that was not drafted for, by reason; where the policy rests there is none."""
-        reads_prompts = not all(req.is_prefilled for req in running)
+        """Count the requests of a step that was not drafted for, by reason. A step that the policy lets rest adds no
+        reason of its own."""
+        of_all = "drafter_off" if self.has_failed else None
+        if of_all is None and not all(req.is_prefilled for req in running):
+            of_all = "prompts"
         for req in running:
-            reason = _refusal(req) or ("prompts" if reads_prompts else None)
+            reason = _refusal(req) or of_all
             if reason is not None and req.is_prefilled:
                 self.totals.skipped[reason] += 1
 
@@ -273,7 +276,7 @@ class Speculation:
         start, survivals = time.perf_counter(), list[Float64[np.ndarray, " k"]]()
         for req in filter(_may_speculate, running):
             last = self._unverified.get(req.rid)
-            if last is None or self._is_settled(req, last):
+            if last is None or self._settle(req, last):
                 draft = (self._checked(req, self._limits.num_drafts) if self._index(req) else None) or NO_DRAFT
                 last = _Unverified(req.num_known, draft, self._estimates.survival(req.rid, draft))
                 self._unverified[req.rid] = last
@@ -283,8 +286,8 @@ class Speculation:
         self._last_watch = step
         self.totals.draft_s += time.perf_counter() - start
 
-    def _is_settled(self, req: Req, last: "_Unverified") -> bool:
-        """Whether the tokens that came decide about a draft; then they are observed."""
+    def _settle(self, req: Req, last: _Unverified) -> bool:
+        """Observe a draft that the tokens decide about; returns whether they do."""
         drafted = last.draft.tokens
         sampled = req.tokens[last.start : req.num_known][: drafted.size]
         matches = sampled == drafted[: sampled.size]

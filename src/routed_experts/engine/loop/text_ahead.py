@@ -1,11 +1,12 @@
 """TextAhead: drafts of the host for verify steps that are scheduled while the one before them is in flight.
 
-The host knows the tokens before the step in flight. It proposes a continuation of them that is long enough for what
-this step adds to the request, and for the drafts of the next; the device takes these drafts from where the request
-stands then (execution/slot_state.py). The device does not wait for them, but they are right only where the whole
-continuation before them is, or where the text agrees again. Drafts of a joined step follow tokens that the host knows.
-Both kinds are compared with the tokens that come, whichever is verified, and the policy chooses by what is accepted of
-each. Engine thread only. Dims: C tokens of a continuation, Q tokens that a step adds to a request, k drafts."""
+The host knows the tokens before the step in flight. It proposes a continuation of them that is long enough for the
+tokens that the step in flight may add, and for the drafts of the step after it; the device takes these drafts from
+where the request stands then (execution/slot_state.py). The device does not wait for them, but they are right only
+where the whole continuation before them is, or where the text agrees again. Drafts of a joined step follow tokens that
+the host knows. Both kinds are compared with the tokens that come, whichever is verified, and the policy chooses by what
+is accepted of each. Engine thread only. Dims: C tokens of a continuation, Q tokens that a step adds to a request, k
+drafts."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,18 +17,18 @@ from jaxtyping import Float64, Int32
 from routed_experts.speculation.acceptance_estimates import AcceptanceEstimates
 from routed_experts.speculation.drafter import Draft
 
-HALF_LIFE = 32  # steps
-PRIOR = 4.0  # drafts, all accepted, that both kinds begin with
+HALF_LIFE = 32  # verify steps
+PRIOR = 4.0  # accepted drafts, of as many observed, added at each index
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Continuation:
-    """What was proposed behind the first `num_known` tokens of a request. `behind`: where in it the drafts begin that
-    follow the step in flight, if that adds all tokens that it may."""
+    """What was proposed behind the first `num_known` tokens of a request. `drafts_start`: index in it of the first
+    draft of the step that is ahead, if the step in flight adds all tokens that it may."""
 
     num_known: int
     draft: Draft
-    behind: int
+    drafts_start: int
 
 
 class _AcceptedDrafts:
@@ -43,7 +44,7 @@ class _AcceptedDrafts:
             self._reached[index] += 1
 
     def fade(self) -> None:
-        """Let what was observed count less: called once a step."""
+        """Let what was observed count less: called once a verify step."""
         decay = 0.5 ** (1 / HALF_LIFE)
         self._accepted = [count * decay for count in self._accepted]
         self._reached = [count * decay for count in self._reached]
@@ -100,12 +101,12 @@ class TextAhead:
                 self._joined.observe(accepted=accepted, reached=reached)
                 continue
             self._ahead.observe(accepted=accepted, reached=reached)
-            behind = self._drafts_behind(text.draft, text.behind)
+            behind = self._drafts_behind(text.draft, text.drafts_start)
             self._estimates.survival(rid, behind)
             self._estimates.observe(rid, min(len(drafted), behind.tokens.size), min(accepted, behind.tokens.size))
 
     def end_step(self) -> None:
-        """Take note that the requests of a step have been observed."""
+        """Let the counts fade: all requests of a verify step have been observed."""
         self._joined.fade()
         self._ahead.fade()
 
@@ -114,9 +115,9 @@ class TextAhead:
         self._proposed.pop(rid, None)
         self._estimates.forget(rid)
 
-    def _drafts_behind(self, draft: Draft, behind: int) -> Draft:
-        end = behind + self._num_drafts
-        return Draft(draft.tokens[behind:end], draft.survival[behind:end], draft.source)
+    def _drafts_behind(self, draft: Draft, start: int) -> Draft:
+        end = start + self._num_drafts
+        return Draft(draft.tokens[start:end], draft.survival[start:end], draft.source)
 
 
 def _count_equal(drafted: Sequence[int], emitted: Sequence[int]) -> int:

@@ -12,6 +12,7 @@ from routed_experts.core.errors import PARAM, InvalidRequestError
 from routed_experts.core.integers import is_integer
 from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.core.keywords import REQUEST_NAMES, log_without_effect
+from routed_experts.engine.requests.token_ids import is_nested
 
 # Text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}, with "cache_salt".
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -36,10 +37,15 @@ class LLMPrompt:
             return LLMPrompt(text=prompt)
         if isinstance(prompt, Mapping):
             _check_keys(prompt)
-            return LLMPrompt(
-                text=prompt.get("prompt"), token_ids=prompt.get("prompt_token_ids"), cache_salt=prompt.get("cache_salt")
-            )
-        if not _is_collection(prompt) or isinstance(prompt, bytes | bytearray | set | frozenset):
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            if text is not None and not isinstance(text, str):
+                message = f'{PARAM} has "prompt": {short_repr(text)}, which is no text; give several as a list'
+                raise InvalidRequestError(message, param="prompt")
+            if ids is not None and not _is_row(ids):
+                message = f'{PARAM} has "prompt_token_ids": {short_repr(ids)}, which is no row of token ids'
+                raise InvalidRequestError(f"{message}; give several as a list", param="prompt")
+            return LLMPrompt(text=text, token_ids=ids, cache_salt=prompt.get("cache_salt"))
+        if not _is_row(prompt):
             raise InvalidRequestError(f"{PARAM}={short_repr(prompt)} must be {_FORMS}", param="prompt")
         return LLMPrompt(text=None, token_ids=prompt)
 
@@ -54,7 +60,7 @@ class LLMPrompt:
 def list_prompts(prompts: object) -> list[object]:
     """One prompt or many as a list. Raises InvalidRequestError for none, and for what is neither."""
     value: Any = prompts
-    if not _is_collection(value):
+    if not _is_collection(value) or isinstance(value, set | frozenset):
         raise InvalidRequestError(f"{PARAM}={short_repr(value)} must be {_FORMS}, or a list of these", param="prompts")
     is_one = isinstance(value, str | bytes | Mapping) or (len(value) > 0 and all(map(is_integer, value)))
     prompt_list: list[object] = [value] if is_one else list(value)
@@ -66,6 +72,12 @@ def list_prompts(prompts: object) -> list[object]:
 def _is_collection(value: object) -> bool:
     """Whether it has members; an array of no dims has none."""
     return isinstance(value, Collection) and getattr(value, "ndim", 1) > 0
+
+
+def _is_row(value: object) -> bool:
+    """Whether this may be the token ids of one prompt."""
+    is_other = isinstance(value, str | bytes | bytearray | set | frozenset | Mapping) or is_nested(value)
+    return _is_collection(value) and not is_other
 
 
 def _check_keys(prompt: Mapping[Any, Any]) -> None:
