@@ -161,18 +161,26 @@ def test_packed_integers_are_scaled_to_the_bit_and_every_box_is_that_of_the_whol
         assert same_bits(matrix.read(checkpoint, box), expected[box]), box
 
 
-@given(data=st.data(), outputs=st.integers(1, 70), inputs=SIDES, zeros=st.booleans())
-def test_bytes_are_scaled_to_the_bit(tmp_path_factory, data, outputs, inputs, zeros):
+@given(
+    data=st.data(),
+    outputs=st.integers(1, 70),
+    inputs=SIDES,
+    group=st.sampled_from([0, 1, 16, 32, 128]),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    zeros=st.booleans(),
+)
+def test_bytes_are_scaled_to_the_bit(tmp_path_factory, data, outputs, inputs, group, dtype, zeros):
+    """By channel (0) and by group, of which the last may be short."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    codes = rng.integers(-128, 128, (outputs, inputs)).astype(np.int8)
-    scales, wide = any_scales(rng, (outputs, 1), "float32")
-    points = rng.integers(-128, 128, (outputs, 1)).astype(np.int8) if zeros else None
-    expected = exact(codes, wide, (1, 0), points)
+    codes, grid = rng.integers(-128, 128, (outputs, inputs)).astype(np.int8), grid_of((outputs, inputs), (1, group))
+    scales, wide = any_scales(rng, grid, dtype)
+    points = rng.integers(-128, 128, grid).astype(np.int8) if zeros else None
+    expected = exact(codes, wide, (1, group), points)
     tensors = {"w": codes, "s": scales} | ({"z": points} if zeros else {})
     matrix = QuantizedMatrix(
         name="w",
         shape=codes.shape,
-        storage=StorageFormat(codes=Codes.INT8, rows=1),
+        storage=StorageFormat(codes=Codes.INT8, rows=1, columns=group),
         codes="w",
         scales="s",
         zero_points="z" if zeros else None,

@@ -177,6 +177,12 @@ def forms():
             "fp8 (a scale a tensor)",
             {"input_scale": np.float32(0.5).reshape(())},
         ),
+        "fp8 of a module": Form(  # Mistral's names, behind that of the module
+            fp8_config(None, activation_scheme="static"),
+            lambda w: fp8(w, (0, 0), scale="bfloat16", end="qscale_weight", scalar=()),
+            "fp8 (a scale a tensor)",
+            {"qscale_act": np.float32(0.5).reshape(())},
+        ),
         "float channel": Form(
             compressed_config("float-quantized", strategy="channel"),
             lambda w: fp8(w, (1, 0), scale="bfloat16", end="weight_scale"),
@@ -213,6 +219,11 @@ def forms():
             compressed_config("int-quantized", num_bits=8, strategy="channel"),
             lambda w: integers(w, 8, 0, packed=False),
             "int8 (a scale a channel)",
+        ),
+        "int8 groups": Form(
+            compressed_config("int-quantized", num_bits=8, strategy="group", group_size=32, symmetric=False),
+            lambda w: integers(w, 8, 32, symmetric=False, packed=False),
+            "int8 (groups of 32)",
         ),
     }
 
