@@ -255,15 +255,71 @@ def test_blocks_of_whole_spans_have_one_scale_each(segments, group, outputs_firs
         assert np.array_equal(shown, by_number.astype(np.float32))
 
 
-def test_quantised_numbers_are_a_fixed_point():
-    """Where a block's largest number is 448 of its scale, quantising it again changes nothing."""
-    rng = np.random.default_rng(4)
-    codes = rng.choice(np.setdiff1d(np.arange(256), [0x7F, 0xFF]), (1, 256, 192)).astype(np.uint8).view(E4M3)
-    codes[:, ::128, [0, 128]] = 448
-    scales = np.repeat(np.exp2(rng.integers(-9, 3, (1, 2, 2))), 128, axis=2)[..., :192].astype(np.float32)
-    numbers = QuantizedWeight.create(jnp.asarray(codes), jnp.asarray(scales)).dequantize()
-    again, same = quantize_blocks(numbers, segments=(192,), group=128)
-    assert np.array_equal(same, scales) and np.array_equal(np.asarray(again) + 0, codes + 0)
+# The mantissas m for which 448 m = 7 * 2^6 m has 24 bits at most; with a power of two they make every float32 scale of
+# which 448 times is exact.
+MANTISSAS = st.integers(1, (2**24 - 1) // 7)
+
+
+@settings(max_examples=40)
+@given(
+    shape=st.sampled_from([(128, (128,)), (256, (192,)), (300, (130, 7)), (1, (1,)), (140, (5, 129, 128))]),
+    mantissa=MANTISSAS,
+    exponent=st.integers(-117, 80),
+    outputs_first=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_quantised_numbers_are_a_fixed_point(shape, mantissa, exponent, outputs_first, seed):
+    """Where a block's largest number is exactly 448 of its scale, quantising it again changes no bit.
+
+    One block has the drawn scale, the others their own; the least number, 2^-9 of a scale, is a normal one."""
+    rng, (inputs, segments) = np.random.default_rng(seed), shape
+    outputs = sum(segments)
+    codes = rng.choice(np.setdiff1d(np.arange(256), [0x7F, 0xFF]), (1, inputs, outputs)).astype(np.uint8)
+    scales = np.empty((1, math.ceil(inputs / 128), outputs), np.float32)
+    columns = [range(o, min(o + 128, end)) for first, end in ends(segments) for o in range(first, end, 128)]
+    for block, outputs_of in itertools.product(range(scales.shape[1]), columns):
+        own = np.ldexp(rng.integers(1, 2**24 // 7 + 1), rng.integers(-117, 80))
+        scale = np.ldexp(mantissa, exponent) if (block, outputs_of) == (0, columns[0]) else own
+        scales[0, block, outputs_of] = scale
+        assert np.float64(scales[0, block, outputs_of[0]]) == scale, "float32 holds it"
+        row = rng.integers(128 * block, min(128 * block + 128, inputs))
+        codes[0, row, rng.choice(outputs_of)] = rng.choice([0x7E, 0xFE])  # 448 and -448
+    codes = codes.view(E4M3)
+    by_number = np.repeat(scales, 128, axis=1)[:, :inputs]
+    numbers = codes.astype(np.float64) * by_number.astype(np.float64)
+    again, same = quantize_blocks(
+        jnp.asarray(numbers.astype(np.float32)), segments=segments, group=128, outputs_first=outputs_first
+    )
+    again = np.asarray(again).swapaxes(1, 2) if outputs_first else np.asarray(again)
+    assert np.array_equal(same, scales)
+    assert np.array_equal(again.view(np.uint8), codes.view(np.uint8))
+
+
+def ends(segments):
+    edges = np.cumsum([0, *segments]).tolist()
+    return list(itertools.pairwise(edges))
+
+
+@pytest.mark.parametrize(("span", "outputs_first"), [(1, False), (1, True), (128, False)])
+def test_a_block_of_zeros_is_zeros_with_the_scale_1(span, outputs_first):
+    """Beside a block of numbers, which do not change it, and with zeros of both signs."""
+    numbers = np.random.default_rng(6).standard_normal((1, 256, 256)).astype(np.float32)
+    numbers[:, 128:, :128] = 0
+    numbers[:, 128:, 64:128] = -0.0
+    codes, scales = quantize_blocks(
+        jnp.asarray(numbers), segments=(256,), group=128, span=span, outputs_first=outputs_first
+    )
+    stored = np.asarray(codes).swapaxes(1, 2) if outputs_first else np.asarray(codes)
+    own = stored.view(np.uint8)[0, 128:, :128]
+    assert not own[:, :64].any() and (own[:, 64:] == 0x80).all(), "zeros, not NaN, with their signs"
+    by_output = np.repeat(scales, span, axis=2)
+    assert (by_output[0, 1, :128] == 1).all() and (by_output[0, 0] < 0.1).all() and (by_output[0, 1, 128:] < 0.1).all()
+    stack = QuantizedWeight.create(codes, scales, outputs_first=outputs_first)
+    retained = stack.dequantize()
+    assert np.isfinite(retained).all() and not np.asarray(retained)[0, 128:, :128].any()
+    grid = np.asarray(through_grid(jnp.asarray(numbers), (256,)))
+    assert np.array_equal(grid, retained)
+    assert np.isfinite(LINEAR(np.ones((2, 256), np.float32), stack, 0, jnp.float32)).all()
 
 
 def test_one_large_number_leaves_the_others_of_its_block_what_the_grid_can_hold():
