@@ -4,6 +4,7 @@ numbers, up to the order of sums, and alike to the bit wherever the codes come f
 import contextlib
 import dataclasses
 import json
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ import pytest
 from flax import nnx
 
 from oracles.families import CASES, Oracle
+from oracles.full_sequence import Judged as JudgedSequence
+from oracles.margins import assert_margin_rule
 from oracles.predictors import PredictorOracle
 from routed_experts import (
     ConfigError,
@@ -50,6 +53,7 @@ from support.quantized_families import (
 
 pytestmark = pytest.mark.usefixtures("fast_compilation", "lazy_compilation")
 
+NEAR_TIE_OF_BF16 = 2e-2  # of scores: RELIABILITY section 2
 ARRAY_CODE = dict(dtype="float32", moe_backend="tiled", attention_backend="paged", **ENGINE)
 
 
@@ -316,6 +320,52 @@ def test_what_codes_cannot_do_is_refused(qwen, options, message):
         Engine(str(qwen.quantized), **options, **ARRAY_CODE)
 
 
+def test_experts_on_the_host_dequantise_all_weights_and_the_log_says_so(qwen, codes, caplog):
+    """Answers are those of the same engine with quantization="none", to the bit, and near those of one without a host,
+    which adds in another order."""
+    answered, message = {}, "all 59 quantised tensors (fp8 (blocks 128 x 128)) are dequantised: experts on the host are"
+    for quantization in ("auto", "none"):
+        caplog.clear()
+        options = dict(quantization=quantization, experts=ExpertOffloadConfig(kt_num_gpu_experts=4))
+        with caplog.at_level(logging.INFO), Engine(str(qwen.quantized), **options, **ARRAY_CODE) as engine:
+            assert not of_codes(engine)
+            answered[quantization] = answers(engine)
+        lines = [record.name for record in caplog.records if record.getMessage().startswith(message)]
+        assert lines == ["routed_experts.engine.build.runner_builder"] * (quantization == "auto"), caplog.text
+    assert answered["auto"] == answered["none"]
+    assert_near(answered["auto"], codes)
+
+
+def test_codes_come_back_to_released_memory(qwen, served, codes):
+    """From the folder, and from plain numbers that were quantised as it was: the same codes, so the same bits."""
+    arrays = of_codes(served)
+    served.release_memory_occupation()
+    assert served.released == ("kv_cache", "weights")
+    served.update_weights_from_disk(qwen.quantized)
+    assert served.released == ("kv_cache",)
+    served.resume_memory_occupation()
+    assert served.released == () and answers(served) == codes
+    assert of_codes(served) == arrays == codes_in_memory(served) and len(arrays) == 8
+    served.release_memory_occupation(["weights"])
+    assert not codes_in_memory(served), "the engine holds none"
+    plain = nnx.state(ModelFolder.open(qwen.oracle.folder).load(jnp.dtype("float32")))
+    served.resume_memory_occupation(plain, version=served.get_weight_version().update_count + 1)
+    assert answers(served) == codes
+    assert codes_in_memory(served) == arrays
+
+
+def codes_in_memory(engine):
+    """Names of the arrays on the device that are codes."""
+    leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(engine.components.core.runner.state)}
+    arrays = {name: array for name, leaf in leaves.items() if isinstance(array := value_of(leaf), jax.Array)}
+    return {name for name, array in arrays.items() if array.dtype.itemsize == 1}
+
+
+def value_of(leaf):
+    """An array, or the shape of one that was released."""
+    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
 @pytest.fixture(scope="module", params=HALF_A_BYTE)
 def halves(request, tmp_path_factory):
     """A checkpoint whose experts are codes of 4 bits, their dtype, and what array code answers with it."""
@@ -358,6 +408,52 @@ def test_native_codes_err_no_more_than_numbers_that_are_rounded_to_bfloat16(tmp_
     rounded, _ = scores(folder, prompts, rows, dtype="bfloat16", quantization="none")
     assert np.sqrt(np.mean((codes - exact) ** 2)) <= np.sqrt(np.mean((rounded - exact) ** 2))
     assert np.abs(codes - exact).max() > ORDER_OF_SUMS, "rows are rounded, as those of a bfloat16 model are"
+
+
+class LastLayerRouters:
+    """transformers in float32, of a model whose last layer alone has experts: rows that are forced there change the
+    scores of no router. Slots are in the order of its scores, ids that a router is compared with as well."""
+
+    moe_layers = (1,)
+
+    def __init__(self, oracle):
+        self.oracle = oracle
+
+    def run(self, tokens, forced):
+        judged = self.oracle.judge(tokens)
+        ids = np.argsort(-judged.choice, axis=-1, kind="stable")[..., : judged.ids.shape[-1]]
+        ids[: len(forced)] = forced
+        return JudgedSequence(ids=ids, weights=judged.weights, scores=judged.choice, logits=judged.logits)
+
+    def ordered(self, tokens, ids):
+        scores = np.take_along_axis(self.oracle.judge(tokens).choice[: len(ids)], ids, axis=-1)
+        return np.take_along_axis(ids, np.argsort(-scores, axis=-1, kind="stable"), axis=-1)
+
+
+@pytest.mark.parametrize("family", ["Qwen3-MoE", rarely("GLM-4")])
+def test_live_ids_of_codes_in_bfloat16_are_those_of_the_float32_numbers_up_to_near_ties(tmp_path, family):
+    """Judged by transformers with the dequantised numbers. Rows of the plain weights break the same rule."""
+    written = write(tmp_path, family, "float channel" if family == "GLM-4" else "fp8 blocks")
+    folder = half_precision(written, tmp_path / "half")
+    plain = {name: tensor for name, tensor in read_tensors(folder).items() if tensor.dtype == ml_dtypes.bfloat16}
+    exact = {name: tensor.astype(np.float32) for name, tensor in plain.items() if "_scale" not in name}
+    prompts = np.random.default_rng(0).integers(1, 100, (12, 60)).tolist()
+    with Engine(str(folder), dtype="bfloat16", **ENGINE) as engine:
+        assert len(of_codes(engine)) >= 8
+        rows = [engine.score(prompt).routed_experts.ids.astype(np.int64) for prompt in prompts]
+    of_plain = [written.oracle.judge(prompt).ids for prompt in prompts]
+    config = json.loads((written.copy / "config.json").read_text())
+    written.oracle.folder = write_folder(tmp_path / "exact", config, read_tensors(written.copy) | exact)
+    written.oracle.read_again()
+    routers = LastLayerRouters(written.oracle)
+
+    def judge(rows):
+        pairs = [(prompt, routers.ordered(prompt, ids)) for prompt, ids in zip(prompts, rows, strict=True)]
+        assert_margin_rule(routers, pairs, bar=0.02, near_tie=NEAR_TIE_OF_BF16)
+
+    judge(rows)
+    with pytest.raises(AssertionError, match=r"margin|differ; at most"):
+        judge(of_plain)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

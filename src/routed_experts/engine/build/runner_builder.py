@@ -118,6 +118,14 @@ def build_runner(
     served_attention = attention.for_kv_scales() if kv_scales else attention
     codes = code_support(args, kernels, offloads_experts=offload is not None)
     source, config, shards = serve_codes(args, source, config, shards, codes, placement)
+    if (
+        offload is not None
+        and args.quantization == "auto"
+        and isinstance(source, ModelFolder)
+        and source.quantized_form
+    ):
+        text = "all %d quantised tensors (%s) are dequantised: experts on the host are plain"
+        logger.info(text, len(source.quantized_tensors), source.quantized_form)
     chosen = f"{kernels.moe.name} matrices, {attention.name} attention"
     if isinstance(config, FamilyConfig) and offload is None:
         chosen = f"{chosen}; {describe_path(config, kernels, served_attention)}"
