@@ -64,9 +64,8 @@ router have no column. A dense model is served; capturing it is refused.
 Weights are bfloat16, float16 or float32, or quantised by `fp8` or `compressed-tensors`, GPT-OSS also by `mxfp4`, and
 then served as codes or after one rounding: [quantised checkpoints](quantization.md). Other methods (AWQ, GPTQ,
 bitsandbytes, NVFP4, ModelOpt) are refused by name before any memory is taken. The column "quantised" has the forms
-that others publish. Tests read small checkpoints of Qwen3-MoE, Qwen3-VL-MoE, DeepSeek-V3, GLM-4-MoE, MiniMax-M2 and
-GPT-OSS in such forms; no published file was read yet. An architecture that is not in the table is refused with the
-list of those that are.
+that others publish. Tests read small checkpoints of all of these families in such forms; no published file was read
+yet. An architecture that is not in the table is refused with the list of those that are.
 
 `num_hidden_layers` is at most 1,024 and a head has at most 16,384 dims: larger numbers are refused before anything is
 made for each layer.

@@ -3,7 +3,9 @@ rows equal to the bit; transformers judges the copy. Widths of 576, 320, 192 and
 
 transformers itself is no oracle of blocks that are cut short: it stretches them."""
 
+import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -34,7 +36,7 @@ from support.quantized_checkpoints import (
     read_tensors,
     write_folder,
 )
-from support.quantized_families import ENGINE, FAMILIES, PROMPTS, answers, sized_case, write
+from support.quantized_families import ENGINE, FAMILIES, PROMPTS, answers, assert_near, sized_case, write
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
@@ -213,6 +215,91 @@ def test_stacks_of_experts_are_read_before_their_axes_are_swapped(tmp_path):
     write_folder(tmp_path / "small", config | {"quantization_config": fp8_config((32, 16))}, small)
     write_folder(tmp_path / "copy", config, copy)
     assert stacks and same_states(states(tmp_path / "small"), states(tmp_path / "copy"))
+
+
+def one_tensor_an_expert(folder, target):
+    """Llama 4 as its quantised files have it: stacks [E, I, O] are a tensor [O, I] an expert and matrix."""
+    tensors = {}
+    for name, tensor in read_tensors(folder).items():
+        at, _, part = name.rpartition(".experts.")
+        if not at:
+            tensors[name] = tensor
+            continue
+        parts = ["gate_proj", "up_proj"] if part == "gate_up_proj" else [part]
+        for expert, matrix in enumerate(tensor):
+            for one, half in zip(parts, np.split(matrix.T, len(parts)), strict=True):
+                tensors[f"{at}.experts.{expert}.{one}.weight"] = half
+    return write_folder(target, json.loads((folder / "config.json").read_text()), tensors)
+
+
+BLOCKS_OF_32 = Form(fp8_config((32, 32)), lambda w: fp8(w, (32, 32)))  # matrices are 64 wide
+PUBLISHED = {  # by case: the form, the matrices that it quantises, and how many these are
+    "Llama4": (
+        Form(
+            compressed_config(
+                "float-quantized", strategy="channel", ignore=["re:.*self_attn", "re:.*router", "lm_head"]
+            ),
+            lambda w: fp8(w, (1, 0), scale="bfloat16", end="weight_scale"),
+        ),
+        r".*\.feed_forward\..*_proj\.weight",
+        2 * 3 + 2 * 3 * (8 + 1),
+    ),
+    "Llama4 in blocks": (
+        Form(fp8_config(), fp8),
+        r".*_proj\.weight",
+        4 * 4 + 2 * 3 + 2 * 3 * (8 + 1),
+    ),
+    "Qwen3Next": (BLOCKS_OF_32, r".*\.(.*_proj|in_proj_qkvz)\.weight", 6 * 2 + 2 * 4 + 7 * 3 * (8 + 1) + 3),
+    "Qwen3_5Moe": (BLOCKS_OF_32, r".*\.(.*_proj|in_proj_qkv|in_proj_z)\.weight", 6 * 3 + 2 * 4 + 8 * 3 * (8 + 1)),
+    "BailingMoeV2": (
+        BLOCKS_OF_32,
+        r".*\.(.*_proj|dense|query_key_value)\.weight",
+        4 * 2 + 3 + 3 * 3 * (16 + 1),
+    ),
+}
+
+
+def write_published(path, name):
+    """A plain folder of transformers, and from the same numbers the quantised one and its copy."""
+    form, chosen, count = PUBLISHED[name]
+    case = CASES[name.partition(" ")[0]]
+    if name == "Llama4 in blocks":  # gate and up are half a block each, so together they are one without being one
+        case = dataclasses.replace(case, config=case.config | dict(intermediate_size=64))
+    folder = Oracle(case, path / "plain").folder
+    if case.name == "Llama4":
+        folder = one_tensor_an_expert(folder, path / "single")
+    names = quantize_folder(folder, path / "small", path / "copy", form, chosen=re.compile(chosen).fullmatch)
+    assert len(names) == count
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_forms_that_are_published_of_other_families_have_the_numbers_of_their_copy(tmp_path, name):
+    write_published(tmp_path, name)
+    numbers, plain = states(tmp_path / "copy"), states(tmp_path / "plain")
+    assert same_states(states(tmp_path / "small"), numbers) and not same_states(plain, numbers)
+    if name.startswith("Llama4"):
+        assert same_states(states(tmp_path / "single"), plain), "the layout of experts changes no number"
+
+
+@pytest.mark.usefixtures("lazy_compilation")
+@pytest.mark.parametrize("backend", ["tiled", "auto"])
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "Llama4 in blocks" else pytest.param(name, marks=pytest.mark.thorough) for name in PUBLISHED],
+)
+def test_codes_of_forms_that_are_published_of_other_families_answer_as_their_copy(tmp_path, name, backend):
+    write_published(tmp_path, name)
+    options = dict(dtype="float32", moe_backend=backend, **ENGINE)
+    with Engine(str(tmp_path / "copy"), **options) as engine:
+        expected = answers(engine)
+    with Engine(str(tmp_path / "small"), **options) as engine:
+        leaves = {path[-1]: leaf.dtype for path, leaf in nnx.to_flat_state(engine.components.served.arrays)}
+        assert {leaves["gate_up"], leaves["down"]} == {jnp.dtype(jnp.float8_e4m3fn)}
+        of_codes = answers(engine)
+        assert_near(of_codes, expected)
+    if name == "Llama4 in blocks":
+        with Engine(str(tmp_path / "single"), quantization="fp8_block", **options) as engine:
+            assert answers(engine) == of_codes, "plain experts of a tensor each are quantised in the same blocks"
 
 
 @pytest.mark.devices(4)

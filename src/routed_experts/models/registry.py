@@ -254,6 +254,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             checkpoints="text models as transformers writes them",
             routing="as Qwen3NextForCausalLM, always renormalised",
             refused="prefix caching (off by itself)",
+            quantized="fp8 blocks",
             test="test_families.py[Qwen3_5Moe]",
         ),
         "Qwen3_5MoeForConditionalGeneration": Family(
@@ -262,6 +263,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             checkpoints="Qwen3.5-35B-A3B and larger, without their vision",
             routing="as Qwen3NextForCausalLM, always renormalised",
             refused="images; prefix caching (off by itself); layers that predict further tokens only draft (NEXTN)",
+            quantized="fp8 blocks",
             test="test_family_folders.py",
         ),
         "Lfm2MoeForCausalLM": Family(
@@ -295,6 +297,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             checkpoints="Llama 4 text models",
             routing="top-1 of sigmoid(z), which multiplies the expert's input; shared expert",
             refused="more than one expert a token",
+            quantized="fp8 by channel",
             test="test_families.py[Llama4]",
         ),
         "Llama4ForConditionalGeneration": Family(
@@ -303,6 +306,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             checkpoints="Llama-4-Scout, Llama-4-Maverick, without their vision",
             routing="as Llama4ForCausalLM",
             refused="images",
+            quantized="fp8 by channel",
             test="test_family_folders.py",
         ),
         **{

@@ -136,7 +136,8 @@ def _coded(
             form = _Form(format=E4M3, group=BLOCK, span=BLOCK)
         if form is None or form.format not in support.formats:
             continue
-        cuts, segments = _input_cuts(spec, support.parallel), _segments(plain[spec.name])
+        cuts = _input_cuts(spec, support.parallel)
+        segments = max(_segments(plain[spec.name]), _segments(stored[spec.name]), key=len)
         group, is_packed = math.gcd(form.group, *cuts), form.format in CODE_VALUES
         run = packed_run(math.gcd(spec.shape[-2], *cuts), group, support.runs) if is_packed else 1
         if group >= GROUPS[-1] and run is not None:
