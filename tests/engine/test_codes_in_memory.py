@@ -202,6 +202,38 @@ def test_pushes_are_quantised_compile_nothing_and_free_what_is_donated(qwen, qua
     assert answers(quantised) == codes
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(dict(moe_backend="native", attention_backend="native"), id="native"),
+        rarely(dict(moe_backend="native", attention_backend="native", dtype="bfloat16"), id="native bfloat16"),
+        pytest.param(dict(tp_size=2), id="two devices", marks=pytest.mark.devices(2)),
+        pytest.param(dict(tp_size=2, ep_size=2), id="by expert", marks=[pytest.mark.devices(2), pytest.mark.thorough]),
+    ],
+)
+def test_ten_pushes_compile_nothing_on_kernels_and_devices(qwen, options):
+    """After one push: the weights of each go to the kernels' layout, or to the shards, by programs that exist."""
+    options = ARRAY_CODE | options
+    dtype = jnp.dtype(options["dtype"])
+    plain = nnx.state(ModelFolder.open(qwen.oracle.folder).load(dtype))
+    other = jax.tree.map(lambda leaf: leaf * leaf.dtype.type(1.25), plain)
+    with Engine(str(qwen.oracle.folder), quantization="fp8_block", **options) as engine:
+        assert len(of_codes(engine)) == 8
+        engine.update_weights(plain)
+        expected = answers(engine)
+        engine.update_weights(other)
+        changed = answers(engine)
+        assert changed != expected
+        with contextlib.closing(CompileCount()) as count:
+            for push in range(10):
+                engine.update_weights(plain if push % 2 == 0 else other)
+                assert count.startup == 0 and count.is_complete, push
+        assert answers(engine) == changed
+        engine.update_weights(plain)
+        assert answers(engine) == expected
+        assert codes_in_memory(engine) == of_codes(engine)
+
+
 def test_a_push_of_nan_changes_nothing(qwen, served, codes):
     plain = nnx.state(ModelFolder.open(qwen.oracle.folder).load(jnp.dtype("float32")))
     broken = dict(nnx.to_pure_dict(plain))
