@@ -5,6 +5,7 @@ transformers itself is no oracle of blocks that are cut short: it stretches them
 
 import dataclasses
 import json
+import logging
 import re
 import shutil
 from pathlib import Path
@@ -529,6 +530,58 @@ def test_a_faulty_packed_checkpoint_is_refused_by_name(int4, tmp_path, fault):
     change, words = INT4_FAULTS[fault]
     message = refusal(int4.quantized, tmp_path / "bad", change)
     assert all(word in message for word in words), message
+
+
+DOWN = "model.layers.1.mlp.experts.0.down_proj"
+
+
+def hold_plain(source, folder, targets, ignore=()):
+    """The quantised folder with one matrix plain, whose groups have these targets. Returns its numbers."""
+    tensors = read_tensors(source.quantized)
+    config = json.loads((source.quantized / "config.json").read_text())
+    for end in [name for name in tensors if name.startswith(f"{DOWN}.")]:
+        del tensors[end]
+    plain = read_tensors(source.copy)
+    tensors[f"{DOWN}.weight"] = plain[f"{DOWN}.weight"] + np.float32(1)
+    group, ignored = config["quantization_config"]["config_groups"]["group_0"], config["quantization_config"]["ignore"]
+    group["targets"], config["quantization_config"]["ignore"] = targets, [*ignored, *ignore]
+    write_folder(folder, config, tensors)
+    return plain | {f"{DOWN}.weight": tensors[f"{DOWN}.weight"]}
+
+
+@pytest.mark.parametrize("target", [DOWN, r"re:.*\.experts\.0\.down_proj", "re:.*_proj$"])
+def test_a_plain_matrix_that_a_group_targets_by_name_is_refused(int4, tmp_path, target):
+    hold_plain(int4, tmp_path / "bad", sorted({target, "re:.*_proj$"}))
+    with pytest.raises(CheckpointError) as caught:
+        ModelFolder.open(tmp_path / "bad")
+    message = str(caught.value)
+    assert f"{DOWN}.weight is [192, 320] float32 without a scale; expected int4 (groups of 32)" in message
+    assert "config.json targets it" in message and str(tmp_path) in message
+
+
+@pytest.mark.parametrize("ignore", [DOWN, r"re:.*experts\.0\.down"])
+def test_a_plain_matrix_that_the_config_ignores_is_read(int4, tmp_path, caplog, ignore):
+    tensors = hold_plain(int4, tmp_path / "small", ["re:.*_proj$"], [ignore])
+    write_folder(tmp_path / "copy", json.loads((int4.copy / "config.json").read_text()), tensors)
+    with caplog.at_level(logging.INFO):
+        assert same_states(states(tmp_path / "small"), states(tmp_path / "copy"))
+    assert "are plain where" not in caplog.text
+
+
+def test_a_plain_matrix_of_a_class_that_is_quantised_is_read_and_the_log_says_so(int4, qwen, tmp_path, caplog):
+    """As those of DeepSeek-V3, whose config leaves no module out."""
+    tensors = hold_plain(int4, tmp_path / "small", ["Linear"])
+    write_folder(tmp_path / "copy", json.loads((int4.copy / "config.json").read_text()), tensors)
+    with caplog.at_level(logging.INFO):
+        assert same_states(states(tmp_path / "small"), states(tmp_path / "copy"))
+    lines = [record.getMessage() for record in caplog.records if "are plain where" in record.getMessage()]
+    assert lines == [
+        f"1 matrices are plain where config.json quantises their class, and are read as such: {DOWN}.weight"
+    ]
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        ModelFolder.open(qwen.quantized)
+    assert "are plain where" not in caplog.text, "embeddings, routers and the head are plain always"
 
 
 def test_two_methods_are_refused(qwen, tmp_path):

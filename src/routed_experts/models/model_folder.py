@@ -110,7 +110,9 @@ class ModelFolder:
         sources = _sources(config, checkpoint)
         unused = (*_UNUSED, *config.unused(checkpoint.names()))
         check(sources, checkpoint, ignore=(*unused, _HEAD) if config.tie_embeddings else unused)
-        _check_plain(checkpoint, sources, () if quantized is None else quantized.matrices)
+        if quantized is not None and quantization is not None:
+            _check_plain(checkpoint, sources, quantized.matrices)
+            _check_targeted(quantized, sources, quantization)
         if config.tie_embeddings:
             _check_tied(checkpoint, sources)
         return ModelFolder(
@@ -352,6 +354,34 @@ def _check_plain(checkpoint: Checkpoint, sources: Iterable[WeightSource], quanti
                 f"{checkpoint.path}: {source.name} is quantised; expected plain embeddings and routers; use another "
                 "checkpoint"
             )
+
+
+def _check_targeted(
+    quantized: QuantizedCheckpoint, sources: Iterable[WeightSource], config: QuantizationConfig
+) -> None:
+    """Raise where config.json quantises a matrix by name or expression, and the file holds it plain. Those of a class
+    are read as they are, and the log counts them: a published list of what is left out may be missing (DeepSeek-V3), or
+    name modules otherwise than the tensors."""
+    headers, plain = quantized.stored.names(), list[str]()
+    for source in sources:
+        name, array = source.name, source.target.rpartition(".")[2]
+        is_matrix = len(source.shape) == 2 and name.endswith(".weight") and name in headers
+        if not is_matrix or name in quantized.matrices or array in (*_ALWAYS_PLAIN, "head"):
+            continue
+        module = name.removesuffix(".weight")
+        if config.is_ignored(module) or config.storage(module) is None:
+            continue
+        if config.names(module):
+            shape, dtype = headers[name]
+            raise CheckpointError(
+                f"{quantized.stored.path}: {name} is {list(shape)} {dtype} without a scale; expected "
+                f"{config.storage(module)}, as a group of {config.path.name} targets it; copy the checkpoint again, or "
+                "add the module to ignore"
+            )
+        plain.append(name)
+    if plain:
+        text = "%d matrices are plain where config.json quantises their class, and are read as such: %s"
+        logger.info(text, len(plain), ", ".join(plain[:3]) + (", ..." if len(plain) > 3 else ""))
 
 
 def _check_tied(checkpoint: Checkpoint, sources: Iterable[WeightSource]) -> None:

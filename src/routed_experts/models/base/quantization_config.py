@@ -122,6 +122,10 @@ class QuantizationConfig:
             return any(_targets(pattern, module) for pattern in self.ignored if pattern != _LINEAR)
         return any(f".{name.strip('.')}." in f".{module}." for name in self.ignored)
 
+    def names(self, module: str) -> bool:
+        """Whether a group targets the module by its name or by an expression, not by its class."""
+        return any(target != _LINEAR and _targets(target, module) for group in self.groups for target in group.targets)
+
     def storage(self, module: str) -> StorageFormat | None:
         """The format of a module's matrix; None where no group targets it."""
         ranked = [(_rank(target, module), group.storage) for group in self.groups for target in group.targets]

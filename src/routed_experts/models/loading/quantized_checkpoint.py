@@ -1,9 +1,10 @@
 """A quantised checkpoint shown as plain matrices: its headers are compared with its config, and each matrix that has
 codes and scales becomes one virtual tensor.
 
-A matrix is quantised where its codes and scales are there. What the config says of its module must agree; a matrix
-that the config quantises and the checkpoint holds as plain numbers is read as these. All faults that headers show are
-raised here, before any weight is read.
+A matrix is quantised where its codes and scales are there. What the config says of its module must agree. A matrix that
+is plain although the config quantises its class is read as it is; one that the config targets by name is an error
+(model_folder.py, which knows the model's matrices). All other faults that headers show are raised here, before any
+weight is read.
 
     fp8                 X.weight, X.weight_scale_inv | X.weight_scale | X.scale | X.qscale_weight
     float, int codes    X.weight, X.weight_scale, X.weight_zero_point?
