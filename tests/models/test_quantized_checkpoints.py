@@ -22,6 +22,7 @@ from routed_experts import Engine
 from routed_experts.core.errors import CheckpointError
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.inspection import inspect_model
+from routed_experts.models.decoder.code_selection import CodeSupport
 from routed_experts.models.loading import weight_loader
 from routed_experts.models.loading.export import hugging_face_tensors
 from routed_experts.models.model_folder import ModelFolder
@@ -35,9 +36,10 @@ from support.quantized_checkpoints import (
     integers_of_a_tensor,
     quantize_folder,
     read_tensors,
+    rewrite_folder,
     write_folder,
 )
-from support.quantized_families import ENGINE, FAMILIES, PROMPTS, answers, assert_near, sized_case, write
+from support.quantized_families import ENGINE, FAMILIES, ORDER_OF_SUMS, PROMPTS, answers, assert_near, sized_case, write
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
@@ -172,6 +174,41 @@ def test_a_checkpoint_of_compressed_tensors_itself_has_the_numbers_that_it_gives
     folder = Path(__file__).parent / "compressed_tensors_files" / name
     assert len(ModelFolder.open(folder / "small").quantized_tensors) == 23
     assert same_states(*(states(folder / kind, "bfloat16") for kind in ("small", "copy")))
+
+
+def test_codes_of_compressed_tensors_itself_stay_in_memory_and_have_its_numbers():
+    """Rounded once to bfloat16, as `decompress_model` gave them, to the bit. The file of the library that has symmetric
+    codes; another one is dequantised."""
+    folder = Path(__file__).parent / "compressed_tensors_files" / "fp8-dynamic"
+    support = CodeSupport(formats=frozenset({"e4m3", "int4"}))
+    coded = ModelFolder.open(folder / "small").with_codes(support)
+    assert len(coded.config.coded_arrays) == 8
+    served, numbers = nnx.state(coded.load(jnp.dtype("bfloat16"))), states(folder / "copy", "bfloat16")
+    arrays = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(served)}
+    for name, expected in numbers.items():
+        if name not in coded.config.coded_arrays:
+            assert np.asarray(arrays[name]).tobytes() == expected.tobytes(), name
+            continue
+        assert arrays[name].dtype == jnp.float8_e4m3fn
+        stack = arrays[name].reshape(-1, *arrays[name].shape[-2:])
+        scales = arrays[f"{name}_scale"].reshape(-1, *arrays[f"{name}_scale"].shape[-2:])
+        exact = np.asarray(stack).astype(np.float64) * np.asarray(scales).astype(np.float64)  # one group of inputs
+        assert exact.astype(np.float32).astype(ml_dtypes.bfloat16).tobytes() == expected.tobytes(), name
+
+
+@pytest.mark.usefixtures("lazy_compilation")
+@pytest.mark.parametrize("backend", ["tiled", "auto"])
+def test_codes_of_compressed_tensors_itself_answer_as_their_numbers(backend):
+    folder = Path(__file__).parent / "compressed_tensors_files" / "fp8-dynamic" / "small"
+    options, answered = dict(dtype="float32", moe_backend=backend, **ENGINE), {}
+    for quantization in ("none", "auto"):
+        with Engine(str(folder), quantization=quantization, **options) as engine:
+            leaves = [leaf.dtype for _, leaf in nnx.to_flat_state(engine.components.served.arrays)]
+            assert leaves.count(jnp.float8_e4m3fn) == (8 if quantization == "auto" else 0)
+            answered[quantization] = engine.score([3, 1, 4, 1, 5, 9, 2, 6])
+    codes, plain = answered["auto"], answered["none"]
+    assert np.array_equal(codes.routed_experts.ids, plain.routed_experts.ids)
+    assert np.abs(codes.logprobs - plain.logprobs).max() < ORDER_OF_SUMS
 
 
 def test_an_export_holds_plain_weights(qwen):
@@ -617,6 +654,62 @@ def test_a_scale_that_no_matrix_has_stops_the_load(qwen, tmp_path, value):
     folder = ModelFolder.open(write_folder(tmp_path / "bad", config, tensors))
     with pytest.raises(CheckpointError, match=rf"down_proj\.weight_scale_inv holds {value}; expected finite scales"):
         folder.load(jnp.dtype("float32"))
+
+
+@pytest.fixture(scope="module")
+def permuted(tmp_path_factory):
+    """int4 with a map from inputs to groups, and zero points of int8, which can be out of range; packed ones cannot."""
+    written = write(tmp_path_factory.mktemp("permuted"), "Qwen3-MoE", "int4 asymmetric, permuted")
+    zeros = {}
+    for name, words in read_tensors(written.quantized).items():
+        if name.endswith("weight_zero_point"):
+            nibbles = words.view(np.uint32)[:, None] >> np.arange(0, 32, 4, dtype=np.uint32)[None, :, None] & 15
+            zeros[name] = nibbles.reshape(-1, words.shape[1]).astype(np.int8) - np.int8(8)
+    return written.copy, rewrite_folder(written.quantized, tmp_path_factory.mktemp("zeros") / "small", zeros)
+
+
+@pytest.mark.parametrize(
+    ("end", "value", "expected"),
+    [
+        ("weight_g_idx", 10, "groups 0 to 9"),
+        ("weight_g_idx", -1, "groups 0 to 9"),
+        ("weight_zero_point", 8, "-8 to 7"),
+        ("weight_zero_point", -9, "-8 to 7"),
+    ],
+)
+def test_a_map_or_a_zero_point_out_of_range_stops_the_load_of_a_folder(permuted, tmp_path, end, value, expected):
+    """The last number of the tensor; the same folder without it loads, and as its copy."""
+    copy, good = permuted
+    tensor = read_tensors(good)[of(end)]
+    tensor.flat[-1] = value
+    bad = ModelFolder.open(rewrite_folder(good, tmp_path / "bad", {of(end): tensor}))
+    with pytest.raises(CheckpointError, match=rf"{re.escape(of(end))} holds {value}; expected {expected}; copy the"):
+        bad.load(jnp.dtype("float32"))
+    if value == 10:
+        assert same_states(states(good), states(copy))
+
+
+@pytest.mark.devices(2)
+@pytest.mark.usefixtures("lazy_compilation")
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("Kimi-K2", "int4"),  # width 160 is 80 for each, which cuts a group of 32
+        pytest.param("Qwen3-MoE", "int4 asymmetric, permuted", marks=pytest.mark.thorough),
+    ],
+)
+def test_int4_that_is_dequantised_on_two_devices_answers_as_on_one(tmp_path, family, form):
+    """As one device up to the order of sums, and as the copy on two devices to the bit."""
+    written, options = write(tmp_path, family, form), dict(dtype="float32", moe_backend="tiled", **ENGINE)
+    with Engine(str(written.quantized), quantization="none", **options) as engine:
+        expected = answers(engine)
+    with Engine(str(written.copy), tp_size=2, **options) as engine:
+        of_copy = answers(engine)
+    with Engine(str(written.quantized), quantization="none", tp_size=2, **options) as engine:
+        leaves = nnx.to_flat_state(engine.components.served.arrays)
+        assert not any(leaf.dtype.itemsize == 1 for _, leaf in leaves)
+        assert answers(engine) == of_copy
+    assert_near(of_copy, expected)
 
 
 def test_a_bad_push_leaves_the_served_weights(qwen, tmp_path):
