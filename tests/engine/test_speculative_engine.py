@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from routed_experts.core.placement_config import PlacementConfig
 from routed_experts.core.speculative_config import SpeculativeConfig
 from routed_experts.engine.build import memory_planning
 from routed_experts.engine.build.memory_planning import kv_shapes
+from routed_experts.execution.model_runner import ModelRunner
 from support.bf16_products import has_pairs, products_in_pairs
 from support.engines import open_engine
 from support.family_folders import CONFIGS, VOCAB_SIZE, write_family
@@ -25,6 +27,7 @@ from support.tiny_checkpoint import write_tiny_checkpoint
 pytestmark = pytest.mark.usefixtures("lazy_compilation")
 
 NGRAM = SpeculativeConfig(adaptive=False)
+COMPILE = ModelRunner.compile  # that of an engine: all programs before the first step
 SMALL = dict(precompile_bs_paddings=(4,), precompile_token_paddings=(32,))
 
 
@@ -246,3 +249,44 @@ def test_layers_with_states_go_with_shared_answers_and_with_adaptive_drafts(name
             if speculative is suffix:
                 assert engine.stats().speculative.requests.accepted > 15
     assert actual[0] == actual[1] == actual[2]
+
+
+KINDS_OF_REQUESTS = (
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 2},
+    {"temperature": 0.7, "seed": 3, "top_k": 9, "top_p": 0.9, "min_p": 0.01},
+    {"temperature": 1.0, "seed": 4, "presence_penalty": 0.4, "repetition_penalty": 1.2, "logit_bias": {"5": 2.0}},
+    {"temperature": 0.0, "min_tokens": 4, "stop_token_ids": [7, 8]},
+    {"temperature": 0.0, "speculative": False},
+)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(precompile_bs_paddings=(1, 4)),
+        pytest.param(dict(deterministic=True), marks=pytest.mark.thorough),
+        pytest.param(dict(logprobs_mode="raw"), marks=pytest.mark.thorough),
+    ],
+    ids=["two batch sizes", "deterministic", "raw logprobs"],
+)
+def test_nothing_compiles_while_drafts_are_verified(folder, options):
+    """Requests of each kind, alone and together, with rows and prompt logprobs, and weights that change. Programs are
+    compiled at once, as an engine compiles them."""
+    ngram, sizes = dataclasses.replace(NGRAM, num_draft_tokens=4), dict(max_total_tokens=512, context_length=128)
+    with pytest.MonkeyPatch.context() as patch, fast_compilation():
+        patch.setattr(ModelRunner, "compile", COMPILE)
+        how = dict(enable_return_routed_experts=True, speculative=ngram)
+        with open_engine(folder, **sizes | how | options) as engine:
+            state = engine.components.core.runner.state
+            other = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf) * np.float32(1.01)), state)
+            before = engine.compiles.startup
+            asked = dict(return_routed_experts=True, return_logprob=True, logprob_start_len=0, top_logprobs_num=2)
+            for _ in range(2):
+                for sampling in KINDS_OF_REQUESTS:
+                    engine.generate(input_ids=PROMPT, sampling_params=sampling | {"max_new_tokens": 12}, **asked)
+                many = [sampling | {"max_new_tokens": 20, "n": 2} for sampling in KINDS_OF_REQUESTS]
+                engine.generate(input_ids=[PROMPT] * len(many), sampling_params=many, return_routed_experts=True)
+                engine.update_weights(other)
+            assert engine.stats().speculative.requests.accepted > 0
+            assert engine.compiles.serving == 0 < before
