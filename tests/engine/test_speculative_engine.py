@@ -1,6 +1,7 @@
 """An engine that drafts by n-grams: its answers, its counts, its refusals, and the answers of the engine before it."""
 
 import dataclasses
+import itertools
 import json
 
 import jax
@@ -18,6 +19,9 @@ from routed_experts.core.speculative_config import SpeculativeConfig
 from routed_experts.engine.build import memory_planning
 from routed_experts.engine.build.memory_planning import kv_shapes
 from routed_experts.execution.model_runner import ModelRunner
+from routed_experts.formats.meta_info import record_from_meta_info
+from routed_experts.models.model_folder import ModelFolder
+from routed_experts.replay import Sample, align, forward
 from support.bf16_products import has_pairs, products_in_pairs
 from support.engines import open_engine
 from support.family_folders import CONFIGS, VOCAB_SIZE, write_family
@@ -290,3 +294,60 @@ def test_nothing_compiles_while_drafts_are_verified(folder, options):
                 engine.update_weights(other)
             assert engine.stats().speculative.requests.accepted > 0
             assert engine.compiles.serving == 0 < before
+
+
+RECORDED = dict(enable_return_routed_experts=True, deterministic=True)
+
+
+def rollouts_of(engine):
+    """Of each prompt and temperature: the tokens, the record, and the logprobs of the generated tokens."""
+    made = []
+    for prompt, temperature in itertools.product((PROMPT, PROMPT[3:9]), (0.0, 1.0)):
+        result = engine.generate(
+            input_ids=prompt,
+            sampling_params={"temperature": temperature, "seed": 4, "max_new_tokens": 40, "ignore_eos": True},
+            return_logprob=True,
+            return_routed_experts=True,
+        )
+        logprobs = [value for value, _, _ in result["meta_info"]["output_token_logprobs"]]
+        made.append(([*prompt, *result["output_ids"]], record_from_meta_info(result), logprobs))
+    return made
+
+
+@pytest.fixture(scope="module")
+def rollouts(folder):
+    """Rollouts of an engine with drafts, which are those of one without, and how many of their drafts were accepted."""
+    with fast_compilation():
+        with open_engine(folder, **RECORDED) as engine:
+            plain = rollouts_of(engine)
+        with open_engine(folder, **RECORDED, speculative=NGRAM) as engine:
+            drafted, accepted = rollouts_of(engine), engine.stats().speculative.requests.accepted
+    assert drafted == plain and accepted > 20
+    return drafted
+
+
+@pytest.mark.parametrize("speculative", [None, NGRAM], ids=["scored without drafts", "scored with drafts"])
+def test_rows_of_accepted_drafts_give_back_the_logprobs_of_the_rollout(folder, rollouts, speculative):
+    with fast_compilation(), open_engine(folder, **RECORDED, speculative=speculative) as engine:
+        outs = engine.score([tokens for tokens, *_ in rollouts], routed=[record for _, record, _ in rollouts])
+    for out, (tokens, record, logprobs) in zip(outs, rollouts, strict=True):
+        np.testing.assert_allclose(out.logprobs[-len(logprobs) :], logprobs, atol=1e-4)
+        np.testing.assert_array_equal(out.routed_experts.ids[: len(tokens) - 1], record.ids)
+
+
+@fast_compilation()
+def test_a_trainer_replays_rows_of_accepted_drafts(folder, rollouts):
+    opened = ModelFolder.open(folder)
+    model, spec = opened.load(jnp.dtype("float32")), opened.config.capture_spec
+    length = max(len(tokens) for tokens, *_ in rollouts)
+    samples = [
+        Sample(record, num_tokens=len(tokens), prompt_len=len(tokens) - len(logprobs))
+        for tokens, record, logprobs in rollouts
+    ]
+    routed = align(samples, layout="pad_right", seq_len=length, spec=spec)
+    padded = jnp.asarray([tokens + [0] * (length - len(tokens)) for tokens, *_ in rollouts], jnp.int32)
+    scored = jax.nn.log_softmax(forward(model, padded, routed=routed).logits)
+    for own, (tokens, _, logprobs) in zip(np.asarray(scored), rollouts, strict=True):
+        first = len(tokens) - len(logprobs)
+        chosen = own[np.arange(first - 1, len(tokens) - 1), tokens[first:]]
+        np.testing.assert_allclose(chosen, logprobs, atol=1e-4)
