@@ -419,6 +419,49 @@ def test_a_request_ends_at_the_same_token_at_every_offset_of_a_run(testbed, alon
         assert req.num_committed == plain_req.num_committed, (length, kind)
 
 
+@pytest.mark.parametrize(("mode", "include_last"), by_turns((False, True)), indirect=["mode"])
+def test_the_context_ends_a_request_at_every_offset_of_a_run(testbed, mode, include_last):
+    """The drafter goes on behind the context, with tokens that nothing verifies."""
+    context, num_drafts = SIZES["context_length"], 7
+    plain = tiny_testbed(deterministic=mode == "deterministic", moe_backend="probed", **SIZES)
+    text = random_prompt(np.random.default_rng(8), context)
+    for new in range(1, num_drafts + 4):
+        prompt = text[: context - new]
+        make = lambda: request("r", prompt, new, seed=0, include_last=include_last)  # noqa: B023, E731
+        expected = plain.drive(max_running_requests=1, disable_radix_cache=True)
+        expected.run(make())
+        answer = expected.outputs["r"].tokens
+        drafter = OracleDrafter({"r": (prompt.tolist(), [*answer, *answer])}, 1.0, vocab_size=VOCAB_SIZE)
+        drive = testbed.drive(speculation=speculation(drafter, num_drafts=num_drafts))
+        drive.run(make())
+        assert_same(drive, results(expected), bitwise=mode == "deterministic")
+        assert drive.reqs["r"].num_known == context and drive.outputs["r"].end.finish_reason.type == "length"
+        assert drive.reqs["r"].num_committed == expected.reqs["r"].num_committed == context - (not include_last)
+        drafted = drive.core.speculation.totals.requests
+        assert drafted.accepted == drafted.proposed < new
+        assert drafted.proposed > 0 or new <= 3, "the first steps overlap, and have no drafts"
+
+
+STARTS = {"in the prompt": 0.5, "with the output": 1.0}  # parts of a prompt
+
+
+@pytest.mark.parametrize(("mode", "where"), by_turns(tuple(STARTS)), indirect=["mode"])
+def test_rows_may_begin_later_than_the_prompt(testbed, alone, mode, where):
+    """Rows of the tokens from `start` on, with requests that are sent back and cached prefixes."""
+    begin = {req.rid: int(req.prompt_len * STARTS[where]) for req in requests()}
+    drafting = speculation(OracleDrafter(answers(alone), 0.7, vocab_size=VOCAB_SIZE))
+    drive = testbed.drive(max_running_requests=4, chunked_prefill_size=7, speculation=drafting)
+    made = requests()
+    for req in made:
+        options = dataclasses.replace(req.source.routed_experts, start=begin[req.rid])
+        req.source = dataclasses.replace(req.source, routed_experts=options)
+    drive.run(*made, before_step=lambda step: step % 5 == 4 and drive.retract_victim())
+    expected = {rid: (*of[:3], of[3][first:], *of[4:]) for rid, first in begin.items() for of in [alone[rid]]}
+    assert_same(drive, expected, bitwise=mode == "deterministic")
+    assert all(output.end.routed_experts.start == begin[rid] for rid, output in drive.outputs.items())
+    assert drafting.totals.requests.accepted > 0
+
+
 @dataclasses.dataclass
 class StopAfter:
     """A detokenizer of tests: token t is the text "t,", and the stop string is the text of the tokens `match`."""
