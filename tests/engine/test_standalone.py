@@ -218,6 +218,59 @@ def test_a_model_with_experts_and_other_attention_drafts_and_records_nothing(tar
     assert totals.proposed > totals.accepted > 0
 
 
+def write_other_head(folder):
+    """The target with noise on its head: a draft model whose experts have the layers and the sizes of the target's."""
+    import torch
+
+    model, noise = write_target(folder), torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        model.lm_head.weight += 0.15 * torch.randn(model.lm_head.weight.shape, generator=noise)
+    model.save_pretrained(folder)
+    return folder
+
+
+DRAFTS_WITH_EXPERTS = {
+    "layers of the target": write_other_head,
+    "other layers": lambda folder: write_family(folder, "gpt-oss", vocab_size=57),
+}
+
+
+def answers_and_counts(engine, asked):
+    """Of each choice: its tokens and logprobs, and what became of its drafts."""
+    made = []
+    for sampling in SAMPLINGS[::2]:
+        how = {"seed": 3, "ignore_eos": True, "max_new_tokens": NEW} | sampling
+        outs = engine.generate(input_ids=prompts_of(V), sampling_params=how, return_logprob=True, **asked)
+        for out in outs:
+            meta = out["meta_info"]
+            counts = {name: value for name, value in meta.items() if name.startswith("spec_")}
+            made.append((out["output_ids"], meta["output_token_logprobs"], counts))
+    return made
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        name if name == "layers of the target" else pytest.param(name, marks=pytest.mark.thorough)
+        for name in DRAFTS_WITH_EXPERTS
+    ],
+)
+def test_capture_changes_neither_answers_nor_counts_of_drafts_by_experts(draft, target, tmp_path):
+    speculative = standalone(DRAFTS_WITH_EXPERTS[draft](tmp_path / "draft"), num_steps=NUM_DRAFTS)
+    actual = []
+    for capture in (False, True):
+        options = SIZES | dict(deterministic=True, enable_return_routed_experts=capture, speculative=speculative)
+        with lazy_compilation(), Engine(str(target), **options) as engine:
+            actual.append(answers_and_counts(engine, {"return_routed_experts": True} if capture else {}))
+            assert engine.components.core.runner.spec.capture is not None or not capture
+    assert actual[0] == actual[1]
+    proposed, correct = (
+        sum(counts[name] for *_, counts in actual[0])
+        for name in ("spec_num_proposed_drafts", "spec_num_correct_drafts")
+    )
+    assert proposed > correct > 0
+
+
 def coupled_acceptance(p, q):
     """The probability that two samples with common Gumbel noise are equal: sum_x 1 / sum_y max(p_y / p_x, q_y / q_x).
     p, q: [S V]."""
