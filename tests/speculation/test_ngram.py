@@ -67,11 +67,8 @@ def draw_text(rng, alphabet, length):
     return text.tolist()
 
 
-@pytest.mark.parametrize("alphabet", [3, 300])
-@settings(max_examples=5)
-@given(seed=SEEDS)
-def test_ten_thousand_drafts_are_those_of_brute_force(functions, alphabet, seed):
-    """In all cases together."""
+def check_texts(functions, alphabet, seed):
+    """Drafts of five hundred texts."""
     rng = np.random.default_rng(seed)
     for number in range(500):
         text = draw_text(rng, alphabet, int(rng.integers(257, 900) if number % 50 == 0 else rng.integers(0, 80)))
@@ -81,6 +78,21 @@ def test_ten_thousand_drafts_are_those_of_brute_force(functions, alphabet, seed)
         )
         open_text(drafter, number, text)
         check_draft(drafter, number, text, windows, int(rng.integers(1, 9)))
+
+
+@pytest.mark.parametrize("alphabet", [3, 300])
+@settings(max_examples=5)
+@given(seed=SEEDS)
+def test_ten_thousand_drafts_are_those_of_brute_force(functions, alphabet, seed):
+    """In all cases together."""
+    check_texts(functions, alphabet, seed)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("alphabet", [3, 300])
+def test_drafts_of_twenty_thousand_texts_are_those_of_brute_force(functions, alphabet):
+    for seed in range(40):
+        check_texts(functions, alphabet, seed)
 
 
 @settings(max_examples=20)

@@ -49,10 +49,8 @@ def check(draft, places, text, rule, most):
     assert draft.survival == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("alphabet", [2, 3, 300])
-@settings(max_examples=4)
-@given(seed=SEEDS)
-def test_drafts_of_a_sequence_are_counted_as_by_brute_force(functions, alphabet, seed):
+def check_texts(functions, alphabet, seed):
+    """Drafts of two hundred texts."""
     rng = np.random.default_rng(seed)
     for number in range(200):
         text, rule = draw_text(rng, alphabet, int(rng.integers(0, 60))), draw_rule(rng)
@@ -68,6 +66,20 @@ def test_drafts_of_a_sequence_are_counted_as_by_brute_force(functions, alphabet,
             rule,
             min(most, int(rule.max_factor * length)),
         )
+
+
+@pytest.mark.parametrize("alphabet", [2, 3, 300])
+@settings(max_examples=4)
+@given(seed=SEEDS)
+def test_drafts_of_a_sequence_are_counted_as_by_brute_force(functions, alphabet, seed):
+    check_texts(functions, alphabet, seed)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("alphabet", [3, 300])
+def test_drafts_of_twenty_thousand_texts_are_counted_as_by_brute_force(functions, alphabet):
+    for seed in range(100):
+        check_texts(functions, alphabet, seed)
 
 
 @settings(max_examples=12)
