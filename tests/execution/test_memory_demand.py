@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from routed_experts.core.errors import ConfigError, MemoryPlanError
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.execution.memory_demand import MAX_FRACTION, MemoryDemand, fitting_configs
+from routed_experts.execution.memory_demand import MAX_FRACTION, DraftDemand, MemoryDemand, fitting_configs
 from routed_experts.layers.delta_rule import DeltaShape
 from routed_experts.memory.kv_pool import KVPoolSpec
 
@@ -54,6 +54,8 @@ def demands(draw):
         vocab_size=draw(st.integers(1, 50_000)),
         context_length=args.context_length or 512,
         device=draw(st.integers(10**6, 2 * 10**8)),
+        num_drafts=draw(st.sampled_from((0, 0, 1, 3, 7))),
+        draft=draw(st.sampled_from((DraftDemand(), DraftDemand(weights=300_000, bytes_per_token=96)))),
     )
 
 
@@ -86,22 +88,28 @@ NO_FITTING_CONFIG = MemoryDemand(  # one request at a time in the smallest steps
 
 def by_hand(demand, **change):
     """Would the model fit with these arguments: every term counted from its shapes."""
+    num_drafts = change.pop("speculative_num_draft_tokens", demand.num_drafts + 1) - 1
     args, model = dataclasses.replace(demand.args, **change), demand.model
     running, page = args.max_running_requests or max(args.batch_paddings), args.page_size
     most = min(args.max_prefill_tokens or 10**9, args.chunked_prefill_size or 10**9, max(args.token_paddings)) + running
     widest = next((size for size in args.token_paddings if size >= most), args.token_paddings[-1])
-    widest = max(widest, *args.batch_paddings)
+    verified = max(args.batch_paddings) * (num_drafts + 1) if num_drafts else 0  # rows of the largest verify step
+    widest = max(widest, verified, *args.batch_paddings)
     if args.max_total_tokens is not None:
         pages = args.max_total_tokens // page
     else:
         pages = 1 if args.context_length is None else -(-args.context_length // page)
     state = dataclasses.replace(model, num_pages=1, num_requests=running + 1).state_bytes
-    a_page = page * model.num_layers * 2 * model.num_kv_heads * 16 * 2
+    inputs = model.input_bytes(verified) if verified else 0
+    a_page = page * (model.num_layers * 2 * model.num_kv_heads * 16 * 2 + demand.draft.bytes_per_token)
     whole = (
         demand.weights
         + (running + 1) * demand.vocab_size * 5
         + 2 * widest * demand.row_bytes
+        + verified * demand.vocab_size * (4 + 4 + 1)  # scores, noise, new counts
+        + inputs
         + state
+        + demand.draft.weights
         + (pages + 1) * a_page
     )
     return whole <= int(demand.device * args.mem_fraction_static)
@@ -111,6 +119,7 @@ def one_step_back(name, value, demand):
     """The value next to an advised one, towards the given one."""
     page = demand.args.page_size
     steps = {"mem_fraction_static": -0.001, "max_running_requests": 1, "max_total_tokens": page, "context_length": page}
+    steps["speculative_num_draft_tokens"] = 1
     return value + steps[name]
 
 
@@ -134,9 +143,14 @@ def test_what_the_error_advises_fits_and_is_the_nearest_that_does(demand):
             "max_running_requests",
             "max_total_tokens",
             "context_length",
+            "speculative_num_draft_tokens",
         ):
             back = one_step_back(name, value, demand)
-            given_value = demand.args.running_limit if name == "max_running_requests" else getattr(demand.args, name)
+            limits = {
+                "max_running_requests": demand.args.running_limit,
+                "speculative_num_draft_tokens": demand.num_drafts + 1,
+            }
+            given_value = limits[name] if name in limits else getattr(demand.args, name)
             assert back == pytest.approx(given_value) or not by_hand(demand, **{name: back}), way
     if not ways:
         fraction = max(MAX_FRACTION, demand.args.mem_fraction_static)
@@ -167,6 +181,45 @@ def test_every_flag_that_helps_is_named_once():
         "max_prefill_tokens",
     ]
     assert all(by_hand(demand, **way) for way in fitting_configs(demand))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_drafts_that_do_not_fit_are_named_and_fewer_are_advised(deterministic):
+    """Every term of drafts, in bytes; two drafts fit, and three do not. In deterministic mode a verify step has as many
+    tokens as all steps, so that fewer drafts are fewer scores there, too."""
+    sizes = {"precompile_bs_paddings": (64,), "precompile_token_paddings": (512,), "context_length": 256}
+    args = ServerArgs(**sizes, mem_fraction_static=MAX_FRACTION, deterministic=deterministic)
+    model = KVPoolSpec(
+        num_layers=2, num_pages=0, page_size=16, num_kv_heads=2, head_dim=16, dtype=jnp.dtype("bfloat16")
+    )
+    vocab_size, weights, draft = 50_000, 3 << 30, DraftDemand(weights=5 << 20, bytes_per_token=4096)
+    kv, kv_of_draft = (17 * 16 * bytes_per_token for bytes_per_token in (2 * 2 * 2 * 16 * 2, 4096))
+    rest = weights + 65 * vocab_size * 5 + draft.weights + kv + kv_of_draft
+    scores = {k: 64 * (k + 1) * vocab_size * 9 for k in (2, 3)}
+    demand = MemoryDemand(
+        args=args,
+        model=model,
+        weights=weights,
+        row_bytes=0,
+        vocab_size=vocab_size,
+        context_length=256,
+        device=int((rest + (scores[2] + scores[3]) // 2) / MAX_FRACTION),
+        num_drafts=3,
+        draft=draft,
+    )
+    with pytest.raises(MemoryPlanError) as caught:
+        demand.require_fit()
+    text = str(caught.value)
+    assert {"speculative_num_draft_tokens": 3} in caught.value.ways
+    assert "it fits with " in text and "speculative_num_draft_tokens=3" in text
+    demand.with_flags({"speculative_num_draft_tokens": 3}).require_fit()
+    for name, count in (
+        ("weights of the draft model", draft.weights),
+        ("scores of verify steps", scores[3]),
+        ("KV of the draft model", kv_of_draft),
+    ):
+        unit = 1 << 20
+        assert f"{name} {count / unit:.1f} MiB" in text, (name, text)
 
 
 def test_a_change_that_is_no_argument_is_no_way():

@@ -14,7 +14,8 @@ from routed_experts.core.errors import MemoryPlanError
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.memory.kv_pool import KVPoolSpec
 
-FlagChange = Mapping[str, int | float]  # fields of ServerArgs
+DRAFT_TOKENS = "speculative_num_draft_tokens"
+FlagChange = Mapping[str, int | float]  # fields of ServerArgs, and DRAFT_TOKENS
 MAX_FRACTION = 0.95  # the largest that is advised: a step needs some of the device, too
 _MIN_PAGE = 16  # the smallest that is advised; smaller ones are slow, and some kernels have none
 
@@ -112,11 +113,11 @@ class MemoryDemand:
 
     def with_flags(self, change: FlagChange) -> "MemoryDemand":
         """The same model with some arguments changed."""
-        args = dataclasses.replace(self.args, **change)
+        args = dataclasses.replace(self.args, **{name: value for name, value in change.items() if name != DRAFT_TOKENS})
+        num_drafts = int(change.get(DRAFT_TOKENS, self.num_drafts + 1)) - 1
         model = dataclasses.replace(self.model, page_size=args.page_size, num_requests=args.running_limit + 1)
-        return dataclasses.replace(
-            self, args=args, model=model, context_length=args.context_length or self.context_length
-        )
+        context_length = args.context_length or self.context_length
+        return dataclasses.replace(self, args=args, model=model, context_length=context_length, num_drafts=num_drafts)
 
     def require_fit(self) -> None:
         """Raise MemoryPlanError unless it fits: the terms, the limit, and what would fit."""
@@ -168,6 +169,10 @@ def _single_ways(demand: MemoryDemand) -> Iterator[FlagChange]:
         if 1 <= size - args.running_limit < args.prefill_limit and demand.with_flags(change).fits:
             yield change
             break
+    for tokens in range(demand.num_drafts, 1, -1):  # one draft is two tokens
+        if demand.with_flags({DRAFT_TOKENS: tokens}).fits:
+            yield {DRAFT_TOKENS: tokens}
+            break
     if args.max_total_tokens is not None and demand.fitting_pages >= 1:
         yield {"max_total_tokens": demand.fitting_pages * page}
     elif args.context_length is not None and demand.fitting_pages * page >= 2:
@@ -194,7 +199,10 @@ def _error_text(demand: MemoryDemand, ways: tuple[FlagChange, ...]) -> str:
         "scores of verify steps": demand.verify_scores,
         "recurrent inputs of verify steps": demand.verify_inputs,
         "states of requests": demand.model.state_bytes,
-        f"{pages + 1} KV pages of {args.page_size} tokens{cause}": (pages + 1) * demand.page_bytes,
+        "KV of the draft model": (pages + 1) * args.page_size * demand.draft.bytes_per_token,
+        f"{pages + 1} KV pages of {args.page_size} tokens{cause}": (pages + 1)
+        * args.page_size
+        * demand.model.bytes_per_token,
     }
     plan = " + ".join(f"{name} {format_size(count).strip()}" for name, count in terms.items() if count)
     limit += f", mem_fraction_static={args.mem_fraction_static} of {format_size(demand.device).strip()}"
