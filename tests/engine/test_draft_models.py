@@ -278,6 +278,33 @@ def test_the_plan_has_a_line_for_the_draft_model(written):
     assert "draft model" not in "".join(engine_lines(folder))
 
 
+@pytest.mark.parametrize("algorithm", ["NGRAM", "EAGLE3"])
+def test_the_start_says_what_drafts_and_what_they_add(algorithm, qwen, tmp_path):
+    """Programs beside those of an engine without drafts, and the lines of the plan that such an engine has not."""
+    folder, _ = qwen
+    options, starts = SIZES | dict(deterministic=True, max_total_tokens=256), {}
+    path = str(eagle3_case().write(tmp_path)) if algorithm == "EAGLE3" else None
+    speculative = SpeculativeConfig(
+        algorithm=algorithm, draft_model_path=path, num_draft_tokens=NUM_DRAFTS + 1, adaptive=False
+    )
+    for drafts in (None, speculative):
+        with fast_compilation(), Engine(str(folder), **options, speculative=drafts) as engine:
+            starts[drafts] = engine.phases, engine.components
+    (before, _), (after, components) = starts[None], starts[speculative]
+    details = [{phase.name: phase.detail for phase in phases} for phases in (before, after)]
+    assert "calibrate" not in details[0]
+    counts = [int(re.fullmatch(r"(\d+) programs", of_start["compile"])[1]) for of_start in details]
+    plan, pool = components.plan, components.core.runner.config.pool
+    weights = sum(array.nbytes for array in getattr(components.core.runner, "_draft_weights", ()))
+    scores = 4 * (NUM_DRAFTS + 1) * V * 9  # rows of the verify step: scores and noise in float32, counts in int8
+    num_bytes = scores + weights + plan.draft.bytes_per_token * pool.num_slots
+    line = details[1]["calibrate"]
+    name = "EAGLE3, EAGLE3 head that reads the outputs of layers 1, 3, 6" if path else "NGRAM"
+    assert line.startswith(f"{name}, up to {NUM_DRAFTS} drafts a request, {counts[1] - counts[0]} programs and ")
+    assert line.endswith(f" {num_bytes / 1024:.1f} KiB more than without") and "\n" not in line
+    assert components.core.runner.spec.tapped_layers == ((1, 3, 6) if path else ())
+
+
 def engine_lines(folder):
     with lazy_compilation(), Engine(str(folder), **SIZES) as engine:
         return engine.components.plan.lines()

@@ -194,6 +194,12 @@ def sampler_key(
     return "sample", shape.num_requests, spec.row_words_in(shape), mode
 
 
+def is_of_drafts(key: tuple[object, ...]) -> bool:
+    """Whether a program is one that drafts add to the table: of a verify step, or of a draft model."""
+    shapes = (part for part in key if isinstance(part, BatchShape))
+    return key[0] == "draft" or any(shape.mode is ForwardMode.TARGET_VERIFY for shape in shapes)
+
+
 def _sampler(
     spec: ProgramSpec, shape: BatchShape, mode: SamplingMode, on_device: Sharding | None, *, is_masked: bool
 ) -> Any:

@@ -57,6 +57,16 @@ class MemoryPlan:
         """Bytes of the KV pool, states of requests included."""
         return self.pool.bytes_per_token * self.pool.num_slots + self.pool.state_bytes
 
+    @property
+    def draft_model(self) -> int:
+        """Bytes of a draft model: its weights, and what its layers keep of all slots."""
+        return self.draft.weights + self.draft.bytes_per_token * self.pool.num_slots
+
+    @property
+    def of_drafts(self) -> int:
+        """Bytes that only speculative decoding needs."""
+        return self.verify_scores + self.verify_inputs + self.draft_model
+
     def with_pages(self, num_pages: int) -> "MemoryPlan":
         """The plan with so many pages, the padding page included."""
         pool = dataclasses.replace(self.pool, num_pages=num_pages)
@@ -74,8 +84,8 @@ class MemoryPlan:
         store = f"experts, host   {format_size(self.experts_host)}  all of them; residents are among the weights, too"
         scores = "scores, noise and new counts of the largest verify step"
         verify = f"verify scores   {format_size(self.verify_scores)}  {scores}"
-        of_draft = self.draft.weights + self.draft.bytes_per_token * self.pool.num_slots
-        draft = f"draft model     {format_size(of_draft)}  weights, and {self.draft.bytes_per_token:,} bytes a token"
+        per_token = f"weights, and {self.draft.bytes_per_token:,} bytes a token"
+        draft = f"draft model     {format_size(self.draft_model)}  {per_token}"
         inputs = f"verify inputs   {format_size(self.verify_inputs)}  of recurrent layers in the largest verify step"
         penalties = "token counts of request slots, five bytes a vocabulary entry"
         of_ranks = f"of these whole in each of {self.num_ranks} data ranks, which have pages and requests of their own"

@@ -23,7 +23,13 @@ from jaxtyping import Array, Float, Int32, UInt, UInt32
 
 from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch, SamplingMode, StepResult
-from routed_experts.execution.aot_programs import RunnerConfig, abstract_token_counts, lowerings, sampler_key
+from routed_experts.execution.aot_programs import (
+    RunnerConfig,
+    abstract_token_counts,
+    is_of_drafts,
+    lowerings,
+    sampler_key,
+)
 from routed_experts.execution.forward_batch import BatchShape, StepInputs, pack, pack_ranks, split_ranks, to_batch_shape
 from routed_experts.execution.orders import NO_FOLLOWERS, OrderKind, OrderSender
 from routed_experts.execution.programs import ForwardOut, ProgramSpec
@@ -154,6 +160,11 @@ class ModelRunner:
                 if progress is not None:
                     progress(done, len(futures))
         return len(jobs)
+
+    @property
+    def num_draft_programs(self) -> int:
+        """The programs of the table that are there for drafts alone."""
+        return sum(map(is_of_drafts, self._programs))
 
     def compile_masked(self, *, threads: int = 2) -> int:
         """Compile the samplers that take a mask, unless they are compiled; returns how many were. Any thread; steps

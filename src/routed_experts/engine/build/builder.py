@@ -28,6 +28,7 @@ from routed_experts.engine.group.process_group import AnyGroup, FollowingGroup, 
 from routed_experts.engine.loop.core import EngineCore
 from routed_experts.engine.loop.rerouting_stats import ReroutingStats
 from routed_experts.engine.loop.speculation import Speculation
+from routed_experts.execution.memory_demand import format_size
 from routed_experts.execution.model_runner import ModelRunner
 from routed_experts.execution.replicated_expert_runner import ReplicatedExpertRunner
 from routed_experts.models.base.interface import Decoder
@@ -81,7 +82,8 @@ def build_engine(
         sizes_of_pool = {"request": built.context_length, "total": (plan.pool.num_pages - 1) * args.page_size}
         speculation = create_speculation(speculative, new_core, buckets, config.vocab_size, **sizes_of_pool)
         by = speculative.algorithm if built.draft is None else f"{speculative.algorithm}, {built.draft.description}"
-        clock.done("calibrate", f"{by}, up to {speculative.num_drafts} drafts a request")
+        more = f"{runner.num_draft_programs} programs and {format_size(plan.of_drafts).strip()} more than without"
+        clock.done("calibrate", f"{by}, up to {speculative.num_drafts} drafts a request, {more}")
     core = _new_core(args, *parts, speculation)
     sizes_of_check = {"vocab_size": config.vocab_size, "context_length": built.context_length}
     if args.deterministic:
