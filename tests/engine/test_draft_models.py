@@ -9,15 +9,22 @@ import re
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from oracles.draft_offers import Offers, answers
+from oracles.driver import request
 from oracles.eagle_heads import LAYERS, TorchHead, V, eagle3_case, eagle_case
 from oracles.predictors import PredictorOracle
 from routed_experts import Engine, SpeculativeConfig
 from routed_experts.core.errors import CheckpointError, ConfigError
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.core.weight_version import WeightVersion
+from routed_experts.engine.build.builder import build_engine
+from routed_experts.models.model_folder import ModelFolder
 from support.family_folders import VOCAB_SIZE, write_family
 from support.fast_compile import fast_compilation
 from support.lazy_compile import lazy_compilation
+from support.small_qwen3_moe import write_target
 
 SIZES = dict(precompile_bs_paddings=(4,), precompile_token_paddings=(32,), skip_tokenizer_init=True, page_size=8)
 EXACT = dict(deterministic=True, enable_return_routed_experts=True)
@@ -181,6 +188,71 @@ def test_a_head_drafts_what_its_equations_say_and_changes_no_answer(name, qwen, 
         assert actual == wanted
 
 
+@pytest.fixture(scope="module")
+def pushes(qwen, tmp_path_factory):
+    """Weights of two other models of the target's shapes, as they are served, and those of the target."""
+    folders = [tmp_path_factory.mktemp("other"), tmp_path_factory.mktemp("other"), qwen[0]]
+    for seed, other in enumerate(folders[:2], start=1):
+        write_target(other, seed=seed, vocab_size=V, num_hidden_layers=LAYERS, max_position_embeddings=64)
+    return [nnx.state(opened.load(opened.dtype("auto"))) for opened in map(ModelFolder.open, map(str, folders))]
+
+
+def generate_under(core, req, pushes, *, push_at=None):
+    """Run a request, and push weights in turn: every seven steps, or where it has so many tokens. Returns its last
+    output, its tokens and logprobs, and the numbers of tokens at which weights were pushed."""
+    tokens, logprobs, ends, pushed = [], [], [], []
+
+    def take(batch):
+        for out in batch.outs:
+            tokens.extend(out.new_token_ids)
+            logprobs.extend(out.output_logprobs.values)
+            ends.extend([out] if out.finish_reason is not None else [])
+
+    def push(state):
+        version = core.runner.weight_version + 1
+        core.update_weights(state, version=WeightVersion(label=f"w{version}", update_count=version), cache="keep")
+
+    core.add([req])
+    for steps in itertools.count(1):
+        take(core.step())
+        if push_at is not None or steps % 7 == 0:
+            take(core.drain())
+        is_due = steps % 7 == 0 if push_at is None else req.num_output in push_at[len(pushed) : len(pushed) + 1]
+        if is_due and not ends:
+            push(pushes[len(pushed) % 2])
+            pushed.append(req.num_output)
+        if ends:
+            break
+    take(core.drain())
+    push(pushes[-1])
+    core.flush_cache()
+    assert not core.check_integrity()
+    return ends[0], tokens, logprobs, pushed
+
+
+def test_weights_that_change_every_seven_steps_meet_an_old_head_and_change_no_answer(qwen, pushes, tmp_path):
+    """An engine without drafts gets the same pushes at the same tokens."""
+    args = ServerArgs(model_path=str(qwen[0]), **SIZES | EXACT)
+    path = str(eagle3_case().write(tmp_path))
+    head = SpeculativeConfig(algorithm="EAGLE3", draft_model_path=path, adaptive=False)
+    with lazy_compilation(), fast_compilation():
+        drafting, plain = build_engine(args, speculative=head).core, build_engine(args).core
+        for index, prompt in enumerate(prompts_of(V, (5, 17, 9))):
+            make = functools.partial(
+                request, f"r{index}", prompt, 45, temperature=float(index > 0), seed=index, top_k=(0, 0, 4)[index]
+            )
+            end, *answer, pushed = generate_under(drafting, make(), pushes)
+            expected_end, *expected, at = generate_under(plain, make(), pushes, push_at=pushed)
+            assert len(pushed) >= 2 and at == pushed
+            assert answer == expected
+            assert generate_under(plain, make(), pushes, push_at=[])[1] != answer[0], "new weights say something else"
+            record, expected_record = end.routed_experts, expected_end.routed_experts
+            np.testing.assert_array_equal(record.ids, expected_record.ids)
+            assert [span[:2] for span in record.version_spans] == [span[:2] for span in expected_record.version_spans]
+            assert len(record.version_spans) == 1 + len(pushed)
+    assert drafting.speculation.totals.requests.accepted > 5
+
+
 FEW_PAGES = dict(max_total_tokens=128)
 SCHEDULES = (dict(), dict(chunked_prefill_size=4), dict(max_running_requests=1), dict(disable_radix_cache=True))
 
@@ -341,8 +413,6 @@ def test_a_head_for_the_other_algorithm_is_refused(qwen, tmp_path):
 
 
 def test_a_module_without_a_folder_has_no_prediction_layers(written):
-    from routed_experts.models.model_folder import ModelFolder
-
     opened = ModelFolder.open(str(written("Glm4Moe")[1]))
     model = opened.load(opened.dtype("auto"))
     with pytest.raises(ConfigError, match="model= has none"):
