@@ -209,6 +209,9 @@ def test_gguf_weights_are_refused_by_name(write_case, tmp_path):
     for path in (folder, file):
         with pytest.raises(CheckpointError, match=r"GGUF weights.*; take the checkpoint that they were converted from"):
             Engine(str(path), skip_tokenizer_init=True)
+    for absent in ("x" * 5000 + ".gguf", str(tmp_path / "absent.gguf"), "a\0b.gguf"):
+        with pytest.raises(CheckpointError, match="no checkpoint folder"):
+            Engine(absent, skip_tokenizer_init=True)
 
 
 def test_a_tensor_of_eight_bits_is_refused_by_its_dtype(write_case, tmp_path):

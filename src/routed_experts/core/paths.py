@@ -14,13 +14,23 @@ _NO_PATH = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 def is_folder(path: str | os.PathLike[str]) -> bool:
     """Whether a folder is there. A path that the system cannot have, such as one of 5,000 characters, is none. Raises
     OSError where the system does not say, as for a folder below one that this user may not enter."""
+    return stat.S_ISDIR(_mode(path))
+
+
+def is_file(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is there, as `is_folder` tells of a folder."""
+    return stat.S_ISREG(_mode(path))
+
+
+def _mode(path: str | os.PathLike[str]) -> int:
+    """The mode of what is there; 0 where nothing is."""
     try:
-        return stat.S_ISDIR(Path(path).stat().st_mode)
+        return Path(path).stat().st_mode
     except ValueError:  # a zero byte
-        return False
+        return 0
     except OSError as error:
         if error.errno in _NO_PATH:
-            return False
+            return 0
         raise
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from routed_experts.core.errors import CheckpointError, ConfigError, WriteError
 from routed_experts.core.installation import import_optional
-from routed_experts.core.paths import is_folder, shown_path
+from routed_experts.core.paths import is_file, is_folder, shown_path
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.models.base.config_reader import read_json_object
 from routed_experts.models.loading.checkpoint import GGUF, GGUF_REFUSED
@@ -54,7 +54,7 @@ def local_folder(model: str) -> Path | None:
         return folder
     if model == DEMO:
         return demo_model_path()
-    if folder.is_file() and model.lower().endswith(GGUF):
+    if model.lower().endswith(GGUF) and is_file(folder):
         raise CheckpointError(f"{shown_path(model)} is a file of GGUF weights, {GGUF_REFUSED}")
     if not _is_repository(model):
         known = f"give a folder with config.json and safetensors, a Hugging Face id such as org/name, or {DEMO}"
