@@ -24,6 +24,7 @@ from routed_experts.core.errors import CheckpointError
 from routed_experts.core.paths import is_folder, shown_path
 from routed_experts.models.base.config_reader import read_json_object
 from routed_experts.models.base.weight_source import WeightSource
+from routed_experts.models.loading.model_source import GGUF, GGUF_REFUSED
 from routed_experts.models.loading.quantized_part import QuantizedPart
 from routed_experts.models.loading.tensor_file import WEIGHT_DTYPES, TensorFile
 
@@ -42,8 +43,6 @@ _PACKED: Mapping[str, str] = MappingProxyType(  # how names of tensors end that 
         "_proj_blocks": "MXFP4",
     }
 )
-GGUF = ".gguf"
-GGUF_REFUSED = "which are not read; expected model.safetensors; take the checkpoint that they were converted from"
 MAX_VALUE_DIGESTS = 64
 _NUM_READERS = 8
 _LISTED = 8  # names of each kind in an error

@@ -17,9 +17,10 @@ from routed_experts.core.installation import import_optional
 from routed_experts.core.paths import is_file, is_folder, shown_path
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.models.base.config_reader import read_json_object
-from routed_experts.models.loading.checkpoint import GGUF, GGUF_REFUSED
 
 DEMO = "demo"
+GGUF = ".gguf"
+GGUF_REFUSED = "which are not read; expected model.safetensors; take the checkpoint that they were converted from"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SMALL_FILES = ("*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt")
 _WEIGHTS = ("*.safetensors",)
