@@ -36,7 +36,7 @@ class RequestIds:
         """Serve one request."""
         origin = next((value for name, value in scope["headers"] if name == ID_ORIGIN), None)
 
-        def is_kept(name: bytes, value: bytes) -> bool:
+        def reaches_server(name: bytes, value: bytes) -> bool:
             if name != REQUEST_ID:
                 return name != ID_ORIGIN
             return origin == BY_CLIENT or (origin is None and not _SERVE_ID.fullmatch(value))
@@ -46,5 +46,5 @@ class RequestIds:
                 del MutableHeaders(scope=message)["x-request-id"]
             await send(message)
 
-        headers = [entry for entry in scope["headers"] if is_kept(*entry)]
+        headers = [entry for entry in scope["headers"] if reaches_server(*entry)]
         await self._app({**scope, "headers": headers}, receive, send_on if origin is None else send)
