@@ -36,6 +36,7 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.demo import demo_model_path
 from routed_experts.engine.build.builder import build_engine
 from routed_experts.layers.moe import MOE_BACKENDS
+from routed_experts.layers.permuted_moe import PERMUTED
 from routed_experts.models.decoder.family_config import weight_sources
 from routed_experts.models.loading.checkpoint import save
 from routed_experts.models.loading.export import hugging_face_tensors
@@ -89,7 +90,7 @@ def rows_of(name: str, trainer: str, d: np.ndarray, flips: np.ndarray) -> dict[s
 
 def measure(folder: Path, prompts: np.ndarray, new: int) -> list[dict[str, object]]:
     """All rollouts and trainers of a checkpoint, for prompts [B, PROMPT]."""
-    backend = MOE_BACKENDS["permuted" if jax.default_backend() == "gpu" else "grouped"]
+    backend = PERMUTED if jax.default_backend() == "gpu" else MOE_BACKENDS["grouped"]
     sequences = len(prompts)
     model = ModelFolder.open(folder).load(jnp.dtype("float32"))
     graphdef, state = nnx.split(model)
@@ -115,6 +116,7 @@ def measure(folder: Path, prompts: np.ndarray, new: int) -> list[dict[str, objec
                 of_trainer, flips = training_logprobs(trainer, tokens, records, PROMPT, backend)
             for how, label in (("live", "live"), ("replayed", "rows")):
                 rows.append(rows_of(name, f"{label}{grid}", of_trainer[how] - logprobs, flips["replayed"]))
+                progress(json.dumps(rows[-1]))
     return rows
 
 

@@ -76,9 +76,9 @@ def random_model(sizes: Sizes, seed=0) -> FamilyDecoder:
     return dummy_model(lambda: FamilyDecoder(sizes.config, rngs=nnx.Rngs(0), dtype=jnp.dtype(sizes.dtype)), seed=seed)
 
 
-def gpu_bench(model, sizes: Sizes, *, probed, context=256, weights=False) -> Bench:
+def gpu_bench(model, sizes: Sizes, *, probed, context=256, weights=False, num_draft_tokens=0) -> Bench:
     """An engine core on the GPU kernels, with a probe before the experts or without; a CPU interprets them. `weights`:
-    it records combine weights, too."""
+    it records combine weights, too. `num_draft_tokens`: of SpeculativeConfig; 0: its steps verify no drafts."""
     interpret = jax.default_backend() != "gpu"
     return Bench(
         model,
@@ -86,6 +86,7 @@ def gpu_bench(model, sizes: Sizes, *, probed, context=256, weights=False) -> Ben
         gpu_attention_backend(interpret=interpret),
         moe_backend="probed" if probed else "unprobed",
         attention_backend="gpu",
+        num_draft_tokens=num_draft_tokens,
         context_length=context,
         page_size=sizes.page_size,
         max_total_tokens=sizes.requests * (context + 16),
