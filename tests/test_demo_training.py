@@ -59,7 +59,14 @@ assert all(late < early for early, late in zip(curves[0][1], curves[1][1], stric
 """
 
 
-@pytest.mark.parametrize("code", [TOKENIZER, MODEL, HEAD], ids=["tokenizer", "model", "head"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(TOKENIZER, id="tokenizer"),
+        pytest.param(MODEL, id="model", marks=pytest.mark.thorough),
+        pytest.param(HEAD, id="head"),
+    ],
+)
 def test_training_works_and_lowers_the_loss(code):
     paths = [str(ROOT / "scripts"), str(ROOT / "src")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}

@@ -91,6 +91,7 @@ class Run:
 
     def play(self, monkeypatch, *, every=0, events=lambda run, tick: None):
         """Run all requests to their end; `every` so many steps one more pair arrives, 0: all at once."""
+        self.core.resume()  # the run before may have ended in a pause
         self.core.flush_cache()
         waiting = self.requests()
         tick = 0
@@ -185,7 +186,7 @@ def text_core(folder, plain):
         core = build_engine(args(folder), speculative=speculative).core
     prompts = {req.rid: req.source.input_ids.tolist() for req in Run(core).requests()}
     answers = {rid: (prompts[rid], answer[0]) for rid, answer in plain.items()}
-    core.speculation._drafter = OracleDrafter(answers, 0.8, vocab_size=V)
+    core.speculation._drafter.inner = OracleDrafter(answers, 0.8, vocab_size=V)
     return core
 
 
@@ -197,7 +198,7 @@ def core(served):
 @pytest.fixture
 def is_model(core):
     """Whether a model drafts."""
-    return core.speculation._model_drafter is not None
+    return core.speculation._drafter.model is not None
 
 
 @pytest.fixture(scope="module")
@@ -248,9 +249,9 @@ def test_counts_of_requests_add_up_to_those_of_the_engine_and_nothing_of_them_is
     assert totals.proposed_by == {source: totals.requests.proposed}
     assert totals.accepted_by == {source: totals.requests.accepted}
     if is_model:
-        assert not any(speculation._drafter.last_offer(rid)[1].tokens.size for rid in run.outs)
+        assert not any(speculation._drafter.inner.last_offer(rid)[1].tokens.size for rid in run.outs)
     else:
-        assert not speculation._text_ahead._proposed and not speculation._drafter.known
+        assert not speculation._text_ahead._proposed and not speculation._drafter.inner.known
 
 
 class OnlyTheFirst(EveryDraft):
@@ -331,9 +332,9 @@ def test_aborted_requests_end_with_a_prefix_and_others_do_not_notice(core, plain
 @pytest.mark.parametrize("served", ["drafts of the host"], indirect=True)
 def test_a_drafter_that_fails_ahead_costs_its_drafts_alone_and_is_counted_once(core, plain, monkeypatch):
     speculation, run = core.speculation, Run(core)
-    oracle, before = speculation._drafter, dict(speculation.totals.skipped)
+    oracle, before = speculation._drafter.inner, dict(speculation.totals.skipped)
     with monkeypatch.context() as patch:
-        patch.setattr(speculation, "_drafter", FailingOnce(oracle, NUM_DRAFTS))
+        patch.setattr(speculation._drafter, "inner", FailingOnce(oracle, NUM_DRAFTS))
         assert run.play(monkeypatch) == plain
     assert run.ahead
     assert speculation.totals.skipped["drafter_failed"] - before.get("drafter_failed", 0) == 1

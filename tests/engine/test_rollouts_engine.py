@@ -122,7 +122,7 @@ def test_flush_cache_forgets_on_request_alone(folder):
 @pytest.mark.parametrize("rests", [False, True])
 def test_the_bytes_of_the_store_are_those_of_now(folder, rests):
     def counted(engine):
-        held = on_engine_thread(engine, lambda core: core.speculation._drafter.nbytes)
+        held = on_engine_thread(engine, lambda core: core.speculation._drafter.inner.nbytes)
         assert engine.stats().speculative.store_bytes == held
         return held
 

@@ -17,7 +17,8 @@ from oracles.driver import CollectedOutput, assert_all_faithful, request
 from oracles.testbeds import other_weights, random_prompt, tiny_testbed
 from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.engine.loop import speculation as speculation_module
-from routed_experts.engine.loop.speculation import MAX_FAILURES, DraftLimits, Speculation
+from routed_experts.engine.loop.guarded_drafter import MAX_FAILURES
+from routed_experts.engine.loop.speculation import DraftLimits, Speculation
 from routed_experts.scheduling.schedule_batch import ReqState
 from routed_experts.speculation.cost_table import CostTable
 from routed_experts.speculation.drafter import DraftSample

@@ -18,16 +18,24 @@ KERNELS = {"gpu": gpu_kernels, "tpu": tpu_kernels}
 ARRAY_CODE = dict(moe_backend="tiled", attention_backend="paged", quantization="none")
 
 
+CODED = {
+    "GPT-OSS in mxfp4": (GPT_OSS, None, "uint8", 2),
+    "Qwen3-MoE in int4": ("Qwen3-MoE", "int4", "int8", 8),
+    "Qwen3-MoE in fp8 blocks": ("Qwen3-MoE", "fp8 blocks", "float8_e4m3fn", 8),
+}
+IN_EVERY_RUN = (("gpu", "Qwen3-MoE in int4"), ("tpu", "GPT-OSS in mxfp4"))  # each device, and each form of 4 bits
+
+
 @pytest.mark.parametrize(
-    ("family", "form", "dtype", "num_arrays"),
+    ("device", "family", "form", "dtype", "num_arrays"),
     [
-        (GPT_OSS, None, "uint8", 2),
-        ("Qwen3-MoE", "int4", "int8", 8),
-        pytest.param("Qwen3-MoE", "fp8 blocks", "float8_e4m3fn", 8, marks=pytest.mark.thorough),
+        pytest.param(
+            device, *case, id=f"{device}-{name}", marks=() if (device, name) in IN_EVERY_RUN else pytest.mark.thorough
+        )
+        for device in KERNELS
+        for name, case in CODED.items()
     ],
-    ids=["GPT-OSS in mxfp4", "Qwen3-MoE in int4", "Qwen3-MoE in fp8 blocks"],
 )
-@pytest.mark.parametrize("device", KERNELS)
 def test_an_engine_of_codes_answers_as_one_of_their_numbers(tmp_path, device, family, form, dtype, num_arrays):
     entry = BackendEntry(load=lambda: KERNELS[device](interpret=True))
     kernels = dict(

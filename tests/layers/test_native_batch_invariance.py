@@ -279,9 +279,9 @@ PRODUCT(floats_bfloat16, float, rex::bf16)
 PRODUCT(floats_float16, float, rex::f16)
 """
 WITHOUT = (
-    ("-mno-avx512bf16", "-U__AMX_TILE__"),
+    pytest.param(("-mno-avx512bf16", "-U__AMX_TILE__"), marks=pytest.mark.thorough),
     ("-mno-avx512f", "-U__AMX_TILE__"),
-    ("-mno-avx2", "-mno-fma", "-mno-f16c"),
+    pytest.param(("-mno-avx2", "-mno-fma", "-mno-f16c"), marks=pytest.mark.thorough),
 )
 
 

@@ -567,7 +567,9 @@ PRODUCT(in_pairs, rex::bf16)
     "without",
     [
         pytest.param((), marks=pytest.mark.thorough),  # as the library is compiled, whose products other tests compare
-        *(("-mno-avx512bf16", "-mno-avx512vbmi"), ("-mno-avx512f",), ("-mno-avx2", "-mno-fma", "-mno-f16c")),
+        pytest.param(("-mno-avx512bf16", "-mno-avx512vbmi"), marks=pytest.mark.thorough),
+        ("-mno-avx512f",),
+        pytest.param(("-mno-avx2", "-mno-fma", "-mno-f16c"), marks=pytest.mark.thorough),
     ],
     ids=" ".join,
 )

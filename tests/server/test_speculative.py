@@ -186,7 +186,7 @@ def num_namespaces(engine, server, path, bodies):
     for body in bodies:
         response = server.post(path, body)
         assert response.status_code == 200, response.text
-    return on_engine_thread(engine, lambda core: len(core.speculation._drafter._store._prompts))
+    return on_engine_thread(engine, lambda core: len(core.speculation._drafter.inner._store._prompts))
 
 
 @pytest.mark.parametrize("path", DIALECTS)

@@ -4,28 +4,26 @@ A drafter proposes, the policy decides how many of the proposed tokens a step ve
 what a request may verify. None of them changes a token: the model samples every one itself. Engine thread only."""
 
 import dataclasses
-import logging
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 from jaxtyping import Float64, Int32
 
 from routed_experts.core.buckets import continuation_size
 from routed_experts.core.model_worker_batch import ModelWorkerBatch, StepResult
-from routed_experts.core.speculative_stats import SpeculativeCounter, SpeculativeCounts, SpeculativeTotals
+from routed_experts.core.speculative_stats import SpeculativeCounts, SpeculativeTotals
+from routed_experts.engine.loop.guarded_drafter import GuardedDrafter, sample_of
 from routed_experts.engine.loop.text_ahead import TextAhead
+from routed_experts.engine.loop.verified_drafts import VerifiedDraft, VerifiedDrafts
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 from routed_experts.speculation.acceptance_estimates import AcceptanceEstimates
 from routed_experts.speculation.cost_table import CostTable
-from routed_experts.speculation.drafter import NO_DRAFT, Draft, Drafter, DraftSample, DraftSequence, DraftSource
-from routed_experts.speculation.model_drafter import ModelDrafter
+from routed_experts.speculation.drafter import NO_DRAFT, Draft, Drafter, DraftSample, DraftSource
 from routed_experts.speculation.sorted_contexts import MOST_DRAFTS
 
-logger = logging.getLogger(__name__)
-MAX_FAILURES = 3  # of a drafter, until it is switched off
 WATCH_EVERY = 8  # steps, at least, from one watched step to the next while drafting is off
 MOST_BACKED_OFF = 4  # times so many steps, at most, while no draft would pay
 WATCHED_A_STEP = 0.5  # requests, on average: the host's cores may be those of the device
@@ -84,16 +82,6 @@ class Sharing:
     remembers_answers: bool = False
 
 
-class _Verified(NamedTuple):
-    """What a verify step made of the drafts of a request: how many were proposed, how many of them became tokens of the
-    request, and how many tokens the step added to it."""
-
-    source: DraftSource
-    proposed: int
-    accepted: int
-    emitted: int
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class DraftsAhead:
     """What a step that is ahead verifies, by request id: how many drafts, the texts that they are of (None: they are on
@@ -121,24 +109,18 @@ class Speculation:
         self, drafter: Drafter, policy: Policy, limits: DraftLimits, *, costs: CostTable, sharing: Sharing = Sharing()
     ) -> None:
         self.policy, self.costs = policy, costs
-        self._sharing = sharing
-        self._drafter: Drafter | None = drafter  # None: it has failed too often
-        self.totals, self._counter = SpeculativeTotals(), SpeculativeCounter()
-        self._limits, self._estimates = limits, AcceptanceEstimates()
+        self._sharing, self._limits = sharing, limits
+        self.totals, self._estimates = SpeculativeTotals(), AcceptanceEstimates()
+        self._drafter = GuardedDrafter(drafter, limits.vocab_size, self.totals)
+        self._verified = VerifiedDrafts(self.totals, limits.num_drafts)
         self._text_ahead = TextAhead(limits.num_drafts)
-        self._indexed: dict[str, int] = {}  # by request: tokens that the drafter has
         self._unverified: dict[str, _Unverified] = {}  # by request
         self._sources: dict[str, DraftSource] = {}  # of the last proposals, by request
         self._sources_ahead: dict[int, Mapping[str, DraftSource]] = {}  # by step in flight that is ahead
-        self._uncounted = list[_Verified]()  # what the totals lack
-        self._num_uncounted_steps = 0  # verify steps that the totals lack
         self._num_in_flight = 0  # steps with proposals that have not been observed
         self._last_watch, self._backed_off = -math.inf, 1  # the step, and how many times as rarely as usual
         self._newest: str | None = None  # the last of the running requests
         self._num_untimed = 0  # resting steps since the last one that was timed
-        self._num_failures = 0
-        self._has_changed = False  # what the drafter holds, since its bytes were counted
-        self._logged: set[str] = set()
 
     @property
     def shares_answers(self) -> bool:
@@ -146,14 +128,9 @@ class Speculation:
         return self._sharing.shares_answers
 
     @property
-    def _model_drafter(self) -> ModelDrafter | None:
-        """The drafter of an engine with a draft model."""
-        return self._drafter if isinstance(self._drafter, ModelDrafter) else None
-
-    @property
     def has_failed(self) -> bool:
         """Whether the drafter has failed too often."""
-        return self._drafter is None
+        return self._drafter.has_failed
 
     def may_draft(self, running: Sequence[Req], step: int) -> bool:
         """Whether the next step may have drafts: the policy tries them, and no request still feeds its prompt. `step`
@@ -164,11 +141,11 @@ class Speculation:
 
     def wants_model_drafts(self, step: int) -> bool:
         """Whether a draft model is to draft after the step that is dispatched next, as the one after it may verify."""
-        return self._model_drafter is not None and self.policy.should_try(step)
+        return self._drafter.model is not None and self.policy.should_try(step)
 
     def propose(self, running: Sequence[Req]) -> dict[str, Int32[np.ndarray, " k"]]:
         """The drafts that the next step verifies, by request id; no step is in flight."""
-        model = self._model_drafter
+        model = self._drafter.model
         if model is not None and not any(model.is_ready(req.rid, req.num_known) for req in running):
             return {}  # the draft model has not drafted for these lengths; it drafts after the next step
         self._unverified.clear()
@@ -193,7 +170,7 @@ class Speculation:
         on the device, are expected to be as good as the last ones."""
         if self.has_failed or not self.policy.should_try(step) or self.policy.is_off:
             return None
-        start, model, texts, sources = time.perf_counter(), self._model_drafter, None, dict[str, DraftSource]()
+        start, model, texts, sources = time.perf_counter(), self._drafter.model, None, dict[str, DraftSource]()
         skipped = [reason for req in running if (reason := _refusal(req)) is not None]
         if model is not None:
             known = [model.last_offer(req.rid)[1] if _may_speculate(req) else NO_DRAFT for req in running]
@@ -203,7 +180,7 @@ class Speculation:
             size = continuation_size(self._limits.num_drafts)
             if size > MOST_DRAFTS:  # a text does not hold the drafts of two steps
                 return None
-            failures, drafts = self._num_failures, [self._continue(req, size) for req in running]
+            failures, drafts = self._drafter.num_failures, [self._continue(req, size) for req in running]
             if self.has_failed:  # now: what has been proposed is dropped, too
                 return None
             texts = {req.rid: draft.tokens for req, draft in zip(running, drafts, strict=True)}
@@ -213,15 +190,16 @@ class Speculation:
                 for req, draft in zip(running, drafts, strict=True)
             ]
             lengths = self.policy.choose_ahead(expected, len(running), joined_gain=self._text_ahead.joined_gain)
-            num_empty = sum(not survival.size for survival in expected) - len(skipped)
-            skipped += ["no_match"] * (num_empty - (self._num_failures - failures))  # failures are counted as such
+            num_failed = self._drafter.num_failures - failures  # counted as such
+            num_empty = sum(not survival.size for survival in expected)
+            skipped += ["no_match"] * (num_empty - len(skipped) - num_failed)
         self.totals.draft_s += time.perf_counter() - start
         chosen = {req.rid: length for req, length in zip(running, lengths, strict=True) if length}
         return DraftsAhead(chosen, texts, sources, skipped) if chosen else None
 
     def _continue(self, req: Req, size: int) -> Draft:
         """At most `size` tokens that may follow the known ones of a request."""
-        draft = self._checked(req, size) if _may_speculate(req) and self._index(req) else None
+        draft = self._drafter.propose(req, size) if _may_speculate(req) and self._index(req) else None
         return draft or NO_DRAFT
 
     def expect_result(self, drafts: DraftsAhead, step: int) -> None:
@@ -241,11 +219,8 @@ class Speculation:
     def update_totals(self) -> None:
         """Count the drafts that were verified, and the host memory of the drafter. Called at the end of a step, when
         the next one runs, and where answers come or go between steps."""
-        if self._num_uncounted_steps:
-            self._count_verified()
-        if self._has_changed:
-            self.totals.store_bytes = 0 if self._drafter is None else self._drafter.nbytes
-            self._has_changed = False
+        self._verified.count()
+        self._drafter.count_bytes()
 
     def count_skipped(self, running: Sequence[Req]) -> None:
         """Count the requests of a step that was not drafted for, by reason. A step that the policy lets rest adds no
@@ -271,13 +246,13 @@ class Speculation:
             self._newest, self._backed_off = newest, 1
         if not rests or self.has_failed or step < self._last_watch + self._backed_off * every:
             return
-        if self._model_drafter is not None:
+        if self._drafter.model is not None:
             return  # a draft model drafts for steps that verify alone
         start, survivals = time.perf_counter(), list[Float64[np.ndarray, " k"]]()
         for req in filter(_may_speculate, running):
             last = self._unverified.get(req.rid)
             if last is None or self._settle(req, last):
-                draft = (self._checked(req, self._limits.num_drafts) if self._index(req) else None) or NO_DRAFT
+                draft = (self._drafter.propose(req, self._limits.num_drafts) if self._index(req) else None) or NO_DRAFT
                 last = _Unverified(req.num_known, draft, self._estimates.survival(req.rid, draft))
                 self._unverified[req.rid] = last
             survivals.append(last.survival)
@@ -326,7 +301,7 @@ class Speculation:
         self, batch: ModelWorkerBatch, accepted_drafts: Int32[np.ndarray, " B"], advanced: Iterable[Req]
     ) -> None:
         """Learn what became of the drafts of a verify step."""
-        model, reqs = self._model_drafter, {req.slot: req for req in advanced}
+        model, reqs = self._drafter.model, {req.slot: req for req in advanced}
         sources = self._sources_ahead.pop(batch.step, self._sources)
         starts, slots = batch.query_starts.tolist(), batch.request_slots.tolist()
         first_positions = batch.positions[batch.query_starts[: accepted_drafts.size]].tolist()
@@ -345,36 +320,16 @@ class Speculation:
             if model is not None or not batch.is_ahead:
                 self._estimates.observe(req.rid, proposed, accepted)
             source = DraftSource.MODEL if model is not None else sources.get(req.rid, DraftSource.CONTEXT)
-            verified = _Verified(source, proposed, min(accepted, emitted), emitted)
-            self._uncounted.append(verified)
+            verified = VerifiedDraft(source, proposed, min(accepted, emitted), emitted)
+            self._verified.add(verified)
             if source is DraftSource.PREDICTION:
                 req.speculative.add_predicted(proposed=proposed, accepted=verified.accepted)
         self._text_ahead.end_step()
-        self._num_uncounted_steps += 1
-
-    def _count_verified(self) -> None:
-        """Bring the totals of drafts up to date."""
-        totals, accepted_at = self.totals, [0] * self._limits.num_drafts
-        by_source: dict[DraftSource, list[int]] = {}  # drafts, and those of them that were accepted
-        for source, proposed, accepted, emitted in self._uncounted:
-            self._counter.add(proposed=proposed, accepted=accepted, emitted=emitted)
-            for index in range(accepted):
-                accepted_at[index] += 1
-            counts = by_source.setdefault(source, [0, 0])
-            counts[0] += proposed
-            counts[1] += accepted
-        totals.steps += self._num_uncounted_steps
-        totals.requests = self._counter.counts(self._limits.num_drafts)  # first: the others are parts of it
-        totals.accepted_at.update({index: count for index, count in enumerate(accepted_at) if count})
-        for source, (proposed, accepted) in by_source.items():
-            totals.proposed_by[source.value] += proposed
-            totals.accepted_by[source.value] += accepted
-        self._uncounted.clear()
-        self._num_uncounted_steps = 0
+        self._verified.end_step()
 
     def _offer(self, batch: ModelWorkerBatch, drafts: Int32[np.ndarray, "B 2k"], advanced: Iterable[Req]) -> None:
         """Give the drafter what a draft model proposes after a step."""
-        model = self._model_drafter
+        model = self._drafter.model
         if model is None:
             return
         rows = {slot: row for row, slot in enumerate(batch.request_slots[: batch.num_requests].tolist())}
@@ -405,32 +360,19 @@ class Speculation:
 
     def remember(self, prompt: Int32[np.ndarray, " S"], output: Int32[np.ndarray, " G"], sample: DraftSample) -> None:
         """Give the drafter an answer, for later requests of the namespace; called between steps."""
-        self._remember(prompt, output, sample)
+        self._drafter.remember(prompt, output, sample)
         self.update_totals()
-
-    def _remember(self, prompt: Int32[np.ndarray, " S"], output: Int32[np.ndarray, " G"], sample: DraftSample) -> None:
-        if self._drafter is not None:
-            self._has_changed = True
-            try:
-                self._drafter.remember(prompt, output, sample)
-            except Exception as error:
-                self._failed("remember", error)
 
     def forget(self) -> None:
         """Drop all answers that the drafter remembers; called between steps."""
-        if self._drafter is not None:
-            self._drafter.forget()
-            self._has_changed = True
-            self.update_totals()
+        self._drafter.forget()
+        self.update_totals()
 
     def close(self, req: Req) -> None:
         """Forget a request that has ended; its answer is remembered where that is asked for."""
         if self._sharing.remembers_answers and req.num_output and _refusal(req) is None:
-            self._remember(req.tokens[: req.prompt_len], req.output_ids, _sample_of(req))
-        self._indexed.pop(req.rid, None)
-        self._has_changed = True
-        if self._drafter is not None:
-            self._drafter.close(req.rid)  # a draft model has drafted for requests that are not indexed, too
+            self._drafter.remember(req.tokens[: req.prompt_len], req.output_ids, sample_of(req))
+        self._drafter.close(req)
         self._unverified.pop(req.rid, None)
         self._estimates.forget(req.rid)
         self._text_ahead.close(req.rid)
@@ -439,82 +381,22 @@ class Speculation:
         """What the drafter proposes for a request; empty where it may not have drafts, or the drafter fails."""
         reason = "drafter_off" if self.has_failed else _refusal(req)
         if reason is None:
-            most, failures = min(req.max_drafts, self._limits.num_drafts), self._num_failures
+            most, failures = min(req.max_drafts, self._limits.num_drafts), self._drafter.num_failures
             if most > 0 and self._index(req):
-                draft = self._checked(req, most)
+                draft = self._drafter.propose(req, most)
                 if draft is not None and draft.tokens.size:
                     return draft
-            if self._num_failures > failures:  # counted as such
+            if self._drafter.num_failures > failures:  # counted as such
                 return NO_DRAFT
             reason = "no_match" if most > 0 else "length"
         self.totals.skipped[reason] += 1
         return NO_DRAFT
 
-    def _checked(self, req: Req, most: int) -> Draft | None:
-        """A proposal, or None where it cannot be one."""
-        if self._drafter is None:
-            return None
-        self._has_changed = True  # answers are indexed once they are searched
-        try:
-            draft = self._drafter.propose(req.rid, most)
-            tokens = draft.tokens
-            if tokens.dtype != np.int32 or tokens.ndim != 1 or tokens.size > most or draft.survival.size != tokens.size:
-                raise ValueError(f"{tokens.dtype}{list(tokens.shape)}; expected at most {most} int32 ids")
-            ids = tokens.tolist()  # few: built-in functions are faster than NumPy's
-            if ids and not (min(ids) >= 0 and max(ids) < self._limits.vocab_size):
-                raise ValueError(f"ids {min(ids)} to {max(ids)} outside [0, {self._limits.vocab_size})")
-        except Exception as error:
-            self._failed("propose", error)
-            return None
-        return draft
-
     def _index(self, req: Req) -> bool:
         """Give the drafter the known tokens of a request; False where it fails."""
-        known, drafter = self._indexed.get(req.rid), self._drafter
-        if drafter is None or known == req.num_known:
-            return drafter is not None
-        self._has_changed = True
-        try:
-            if known is None:
-                self.policy.renew()
-                drafter.open(req.rid, req.tokens[: req.num_known], _sequence_info(req))
-            else:
-                drafter.extend(req.rid, req.tokens[known : req.num_known])
-        except Exception as error:
-            self._failed("index", error)
-            return False
-        self._indexed[req.rid] = req.num_known
-        return True
-
-    def _failed(self, what: str, error: Exception) -> None:
-        """Count a failure of the drafter; its drafts are lost, and nothing else."""
-        self._num_failures += 1
-        self.totals.skipped["drafter_failed"] += 1
-        if what not in self._logged:
-            self._logged.add(what)
-            logger.warning("the drafter failed (%s), its drafts are dropped: %s", what, error, exc_info=error)
-        if self._num_failures >= MAX_FAILURES and self._drafter is not None:
-            self._drafter, self._has_changed = None, True
-            self._indexed.clear()
-            logger.error("the drafter failed %d times and is off; requests go on without drafts", self._num_failures)
-
-
-def _sequence_info(req: Req) -> DraftSequence:
-    """What a drafter may know of a request besides its tokens."""
-    source = req.source
-    return DraftSequence(
-        prompt_len=req.prompt_len,
-        sample=_sample_of(req),
-        group=id(source.input_ids) if source.sampling.n > 1 else None,  # one array, as long as one of them is open
-        prediction=source.prediction,
-    )
-
-
-def _sample_of(req: Req) -> DraftSample:
-    """Which answer to its prompt a request is."""
-    sampling = req.source.sampling
-    noise = None if sampling.temperature == 0 else (sampling.seed, req.source.choice)
-    return DraftSample(namespace=req.source.extra_key, noise=noise)
+        if not (self.has_failed or self._drafter.has_indexed(req)):
+            self.policy.renew()
+        return self._drafter.index(req)
 
 
 def _may_speculate(req: Req) -> bool:
