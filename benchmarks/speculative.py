@@ -12,13 +12,15 @@ last prompt token to its last answer, capture on and asked in all but "capture o
 
 random: nothing predicts the answer. copy and edit: the answer is the prompt in pieces of 16 tokens, with 4 new ones
 between two. oracle: a drafter that is right with probability 0.8, three drafts, and the same ones with capture off.
-adversary: one that claims 0.9 of each and is never right. rollouts: the answer is remembered, as of an epoch with the
-same weights and seeds; old rollouts: one token in ten of it has changed since. device: three drafts that are on the
-device and cost nothing, right with probability 0.8 whatever the model samples. With --joined each of these engines has
-a second one, whose steps all wait until the host has read the one before. `tokens a step` is of a request, and `bound`
-is that over the cost of a step with so many tokens, without a wait for the host, by the table that the engine measured
-at start and has followed since: an estimate. `draft us a request` is the host's time for drafting and choosing in the
-engine, and `joined wait us` how long the device waits for the host before a joined step."""
+adversary: one that claims 0.9 of each and is never right. For this load and random text the engine runs without
+drafts, too, as "on / off, one engine": two equal engines on a CPU differ by some percent. rollouts: the answer is
+remembered, as of an epoch with the same weights and seeds; old rollouts: one token in ten of it has changed since.
+device: three drafts that are on the device and cost nothing, right with probability 0.8 whatever the model samples.
+With --joined each of these engines has a second one, whose steps all wait until the host has read the one before.
+`tokens a step` is of a request, and `bound` is that over the cost of a step with so many tokens, without a wait for
+the host, by the table that the engine measured at start and has followed since: an estimate. `draft us a request` is
+the host's time for drafting and choosing in the engine, and `joined wait us` how long the device waits for the host
+before a joined step."""
 
 import argparse
 import dataclasses
@@ -55,12 +57,14 @@ from routed_experts.speculation.drafter import Draft, DraftSample, DraftSequence
 COPIED, EDITED = 16, 4  # tokens of a piece of "copy and edit"
 JOINED = ", joined"  # of an engine's name: none of its steps is ahead of the host
 CAPTURE_OFF = ", capture off"
+DRAFTS_OFF = ", drafts off"  # the same engine core, whose steps do not draft
 ENGINES = {
     "oracle": ("oracle", "oracle" + JOINED, "oracle" + CAPTURE_OFF, "oracle" + JOINED + CAPTURE_OFF),
     "rollouts": ("rollouts", "rollouts" + JOINED),
     "old rollouts": ("rollouts", "rollouts" + JOINED),
     "device": ("device", "device" + JOINED),
-    "adversary": ("adversary",),
+    "adversary": ("adversary", "adversary" + DRAFTS_OFF),
+    "random": ("ngram", "ngram" + JOINED, "ngram" + DRAFTS_OFF),
 }  # beside "off", by load; of other loads:
 COPYING = ("ngram", "ngram" + JOINED, "ngram" + CAPTURE_OFF)
 ALPHA, ORACLE_DRAFTS = 0.8, 3
@@ -297,6 +301,14 @@ class Runner:
         if self.oracle is not None:
             self.oracle.answers[req.rid] = self._text.answers[req.rid]
 
+    def run_without_drafts(self, requests: list[Req], answers: list[np.ndarray]) -> tuple[float, float]:
+        """The same, and no step drafts."""
+        speculation, self.core.speculation = self.core.speculation, None
+        try:
+            return self.run(requests, answers)
+        finally:
+            self.core.speculation = speculation
+
     def run(self, requests: list[Req], answers: list[np.ndarray]) -> tuple[float, float]:
         """Seconds from the first to the last step without prompt tokens, and seconds of the steps before."""
         for req, answer in zip(requests, answers, strict=True):
@@ -332,7 +344,7 @@ def make_engines(args: argparse.Namespace, model: Any, batch: int) -> dict[str, 
         server = ServerArgs(enable_return_routed_experts=capture, **sizes)
         return build_engine(server, model=model, speculative=speculative)
 
-    needed = {name for load in args.loads for name in engines_of(load, args)}
+    needed = {name for load in args.loads for name in engines_of(load, args) if not name.endswith(DRAFTS_OFF)}
     engines = {"off": Runner(make(capture=True, drafts=0), width)}
     for name in sorted(needed):
         is_joined, capture = JOINED in name, not name.endswith(CAPTURE_OFF)
@@ -388,31 +400,36 @@ def compare(engines: dict[str, Runner], args: argparse.Namespace, batch: int, lo
     vocabulary = engines["off"].core.runner.config.vocab_size
     names = ["off", *engines_of(load, args)]
     noise, seconds = np.random.default_rng(batch), {name: list[tuple[float, float]]() for name in names}
-    before = {name: counts_of(engines[name]) for name in names}
+    own = {name: engines[name.removesuffix(DRAFTS_OFF)] for name in names}
+    before = {name: counts_of(own[name]) for name in names}
     for turn in range(-1, args.rounds):
         progress(f"batch {batch}, {load}, round {turn + 1} of {args.rounds}")
         prompts = [noise.integers(0, vocabulary, args.prompt).astype(np.int32) for _ in range(batch)]
         answers = [text_of(load, prompt, args.new, noise, vocabulary) for prompt in prompts]
         if turn == 0:
-            before = {name: counts_of(engines[name]) for name in names}
+            before = {name: counts_of(own[name]) for name in names}
         for name in names if turn % 2 else names[::-1]:
             ask = not name.endswith(CAPTURE_OFF)
             requests = Prompts(turn + 1).build_requests(prompts, new=args.new, ask=ask)
             if name.startswith("rollouts"):
-                remember(engines[name], prompts, answers, CHANGED if load == "old rollouts" else 0.0, noise)
-            took = engines[name].run(requests, answers)
+                remember(own[name], prompts, answers, CHANGED if load == "old rollouts" else 0.0, noise)
+            run = own[name].run_without_drafts if name.endswith(DRAFTS_OFF) else own[name].run
+            took = run(requests, answers)
             if turn >= 0:
                 seconds[name].append(took)
     decode = {name: [took for took, _ in runs] for name, runs in seconds.items()}
     prefill = {name: [took for _, took in runs] for name, runs in seconds.items()}
     rows = list[dict[str, object]]()
     for name in names[1:]:
+        if name.endswith(DRAFTS_OFF):
+            continue
         ratios = ratios_of(decode["off"], decode[name])
         low, high = np.percentile(ratios, [25, 75])
         verify, proposed, accepted, emitted, draft_s = counts_of(engines[name], before[name])
         tokens, drafts = args.rounds * batch * args.new, proposed / verify if verify else 0.0
         steps = verify + tokens - emitted  # of all requests
-        with_capture_off = decode.get(name + CAPTURE_OFF)
+        with_capture_off, drafts_off = decode.get(name + CAPTURE_OFF), decode.get(name + DRAFTS_OFF)
+        same_engine = np.percentile(ratios_of(drafts_off, decode[name]), [25, 50, 75]) if drafts_off else None
         rows.append(
             {
                 "batch": batch,
@@ -421,6 +438,9 @@ def compare(engines: dict[str, Runner], args: argparse.Namespace, batch: int, lo
                 "tokens/s off": batch * args.new / statistics.median(decode["off"]),
                 "on / off": statistics.median(ratios),
                 "quartiles": f"{low:.3f}..{high:.3f}",
+                "on / off, one engine": "-"
+                if same_engine is None
+                else "{1:.3f} [{0:.3f}, {2:.3f}]".format(*same_engine),
                 "rounds": args.rounds,
                 "prefill on / off": statistics.median(ratios_of(prefill["off"], prefill[name])),
                 "capture on / off": statistics.median(ratios_of(with_capture_off, decode[name]))

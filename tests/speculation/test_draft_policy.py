@@ -328,6 +328,20 @@ def test_drafts_that_would_pay_end_a_rest_by_a_probe():
     assert policy.should_try(step + 71)
 
 
+@pytest.mark.parametrize(("survival", "probes"), [(0.14, False), (0.17, True)])
+def test_drafts_that_would_gain_less_than_a_twentieth_are_not_probed_before_their_time(survival, probes):
+    """A verify step takes 1.1 times as long: a survival of 0.155 gains a twentieth, one of 0.1 nothing."""
+    policy = DraftPolicy(pay_table())
+    step = 0
+    while not policy.is_off:
+        assert policy.should_try(step)
+        policy.tried(num_requests=1, num_drafts=0, num_emitted=1)
+        step += 1
+    for _ in range(4):
+        assert policy.expect([np.array([survival])], 1) is probes
+    assert policy.should_try(step + 1) is probes
+
+
 def pay_table():
     """Drafts are nearly free."""
     costs = CostTable()

@@ -6,7 +6,8 @@ policy takes the drafts with the most tokens per second. Whether drafting pays i
     on             every step drafts, but one in 256, which is timed without
     on -> off      32 steps in a row had no draft to verify, or the balance has fallen too low
     off            no step drafts, but probes: every 64 steps; every 512 after 4 useless probes in a row or a loss; at
-                   once where `expect` estimates a gain twice in a row, unless a probe of the last 64 steps was useless
+                   once where `expect` estimates a gain of a twentieth twice in a row, unless a probe of the last 64
+                   steps was useless
     off -> trial   a probe was faster than a step without drafts
     trial -> on    8 more probes in a row, from which the estimates learn
 
@@ -26,6 +27,7 @@ PROBE_EVERY, RARE_PROBE_EVERY = 64, 512  # steps
 FRUITLESS_PROBES = 4  # after so many in a row probes are rare
 MEASURE_EVERY = 256  # steps; one of these verifies no draft, so that the cost of such steps stays known
 PROMISING = 2  # reports in a row of drafts that would pay, before a probe
+LEAST_GAIN = 1.05  # in tokens per second, of drafts that promise enough for a probe: costs are known to a few percent
 TRIAL = 8  # probes after a useful one
 
 
@@ -128,7 +130,8 @@ class DraftPolicy:
         pays = False
         if sizes and known:
             gained = np.sort(np.concatenate(known))[::-1].cumsum()
-            pays = self._best_count(gained, num_requests, sizes, self._costs.wait(num_requests)) > 0
+            wait = self._costs.wait(num_requests)
+            pays = self._best_count(gained, num_requests, sizes, wait, least_gain=LEAST_GAIN) > 0
         self._num_promising = self._num_promising + 1 if pays else 0
         rests = self._num_fruitless > 0 and self._step < self._last_probe + PROBE_EVERY
         if self._num_promising >= PROMISING and not rests:
@@ -167,12 +170,19 @@ class DraftPolicy:
         return [size for size in sizes if size > max(bucket, num_requests)] if bucket in sizes else []
 
     def _best_count(
-        self, gained: Float64[np.ndarray, " s"], num_requests: int, sizes: Sequence[int], wait: float
+        self,
+        gained: Float64[np.ndarray, " s"],
+        num_requests: int,
+        sizes: Sequence[int],
+        wait: float,
+        *,
+        least_gain: float = 1.0,
     ) -> int:
-        """Return how many of the drafts, by falling survival, give the most tokens per second; the fewer of equals.
-        `gained[s]`: expected accepted drafts among the first s + 1; `wait`: seconds that the device waits for them."""
+        """Return how many of the drafts, by falling survival, give the most tokens per second; the fewer of equals, and
+        none where these are not more than `least_gain` times those of a step without drafts. `gained[s]`: expected
+        accepted drafts among the first s + 1; `wait`: seconds that the device waits for them."""
         _, seconds = self._costs.seconds(num_requests, num_requests)
-        best, best_rate, start = 0, num_requests / seconds, 0
+        best, best_rate, start = 0, num_requests / seconds * least_gain, 0
         for size in sizes:  # a step runs in the smallest that holds it
             emitted = num_requests + gained[start : size - num_requests]
             if emitted.size == 0:
