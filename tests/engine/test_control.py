@@ -391,6 +391,16 @@ def test_a_second_update_meanwhile_is_refused_and_changes_nothing(engine, tmp_pa
     assert continues(build_oracle(35), PROMPT[:20], ask(engine, PROMPT[:20], 8)["output_ids"])
 
 
+@pytest.mark.parametrize("path", [5, None, b"folder"])
+@pytest.mark.parametrize("call", ["update_weights_from_disk", "prepare_weights"])
+def test_what_is_no_path_is_refused_by_the_name_of_its_argument(engine, call, path):
+    version = next_version(engine)
+    with pytest.raises(InvalidRequestError, match=r"path=.* is no path; give the folder of a checkpoint") as caught:
+        getattr(engine, call)(path)
+    assert caught.value.param == "path"
+    assert next_version(engine) == version
+
+
 def test_weights_from_disk_serve_the_next_request(engine, tmp_path):
     version = next_version(engine)
     engine.update_weights_from_disk(write_tiny_checkpoint(tmp_path, seed=31, tokenizer=False), version=version)
@@ -417,8 +427,6 @@ def test_a_folder_of_another_model_or_of_none_is_refused(engine, tmp_path):
         engine.update_weights_from_disk(tmp_path / "broken", version=before)
     with pytest.raises(CheckpointError):
         engine.update_weights_from_disk(tmp_path / "nowhere", version=before)
-    with pytest.raises(WeightsMismatchError, match=r"model_path=5 .*folder"):
-        engine.update_weights_from_disk(5, version=before)
     assert next_version(engine) == before
 
 

@@ -6,7 +6,6 @@ host."""
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -18,7 +17,7 @@ from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.engine.loop.speculation import DraftLimits, Speculation
 from routed_experts.speculation.cost_table import CostTable
 from routed_experts.speculation.text_drafter import CopyRule, TextDrafter
-from support.gpu_replay import LARGE, SMALL, VOCAB_SIZE, gpu_bench, random_model
+from support.gpu_replay import LARGE, VOCAB_SIZE, gpu_bench, random_model
 
 pytestmark = pytest.mark.gpu
 
@@ -46,8 +45,7 @@ class DraftingBench:
 
 @pytest.fixture(scope="module")
 def setup():
-    sizes = next(iter(LARGE.values())) if jax.default_backend() == "gpu" else SMALL
-    sizes = dataclasses.replace(sizes, requests=8, tokens=32)
+    sizes = dataclasses.replace(next(iter(LARGE.values())), requests=8, tokens=32)
     states = [nnx.split(random_model(sizes, seed))[1] for seed in (1, 2)]
     bench = gpu_bench(random_model(sizes), sizes, probed=True, context=96, num_draft_tokens=NUM_DRAFTS + 1)
     return ScheduleSetup(bench, VOCAB_SIZE, lambda index: states[index % 2])
