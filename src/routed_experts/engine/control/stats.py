@@ -124,7 +124,7 @@ def engine_stats(components: EngineComponents) -> EngineStats:
         preemptions=sum(scheduler.num_retracted for scheduler in core.ranks),
         capture_host_bytes=sum(capturer.host_bytes() for capturer in core.capturers),
         capture_rows=core.num_rows,
-        capture_missing_rows=core.num_missing_rows,
+        capture_missing_rows=core.num_requests_missing_rows,
         weight_version=core.weight_version.label,
         update_count=core.weight_version.update_count,
         resident_hits=MappingProxyType({} if host is None else dict(host.hits)),
