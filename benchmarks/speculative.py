@@ -12,15 +12,15 @@ last prompt token to its last answer, capture on and asked in all but "capture o
 
 random: nothing predicts the answer. copy and edit: the answer is the prompt in pieces of 16 tokens, with 4 new ones
 between two. oracle: a drafter that is right with probability 0.8, three drafts, and the same ones with capture off.
-adversary: one that claims 0.9 of each and is never right. For this load and random text the engine runs without
-drafts, too, as "on / off, one engine": two equal engines on a CPU differ by some percent. rollouts: the answer is
-remembered, as of an epoch with the same weights and seeds; old rollouts: one token in ten of it has changed since.
-device: three drafts that are on the device and cost nothing, right with probability 0.8 whatever the model samples.
-With --joined each of these engines has a second one, whose steps all wait until the host has read the one before.
-`tokens a step` is of a request, and `bound` is that over the cost of a step with so many tokens, without a wait for
-the host, by the table that the engine measured at start and has followed since: an estimate. `draft us a request` is
-the host's time for drafting and choosing in the engine, and `joined wait us` how long the device waits for the host
-before a joined step."""
+adversary: one that claims 0.9 of each and is never right. For this load and random text the column "on / off, one
+engine" compares runs of one engine with drafts and without: two equal engines on a CPU differ by some percent.
+rollouts: the answer is remembered, as of an epoch with the same weights and seeds; old rollouts: one token in ten of
+it has changed since. device: three drafts that are on the device and cost nothing, right with probability 0.8
+whatever the model samples. With --joined each of these engines, but the adversary's, has a second one, whose steps
+all wait until the host has read the one before. `tokens a step` is of a request, and `bound` is that over the cost of
+a step with so many tokens, without a wait for the host, by the table that the engine measured at start and has
+followed since: an estimate. `draft us a request` is the host's time for drafting and choosing in the engine, and
+`joined wait us` how long the device waits for the host before a joined step."""
 
 import argparse
 import dataclasses
@@ -302,7 +302,7 @@ class Runner:
             self.oracle.answers[req.rid] = self._text.answers[req.rid]
 
     def run_without_drafts(self, requests: list[Req], answers: list[np.ndarray]) -> tuple[float, float]:
-        """The same, and no step drafts."""
+        """As `run`, but no step drafts."""
         speculation, self.core.speculation = self.core.speculation, None
         try:
             return self.run(requests, answers)
@@ -429,7 +429,10 @@ def compare(engines: dict[str, Runner], args: argparse.Namespace, batch: int, lo
         tokens, drafts = args.rounds * batch * args.new, proposed / verify if verify else 0.0
         steps = verify + tokens - emitted  # of all requests
         with_capture_off, drafts_off = decode.get(name + CAPTURE_OFF), decode.get(name + DRAFTS_OFF)
-        same_engine = np.percentile(ratios_of(drafts_off, decode[name]), [25, 50, 75]) if drafts_off else None
+        same_engine = "-"
+        if drafts_off:
+            first, median, third = np.percentile(ratios_of(drafts_off, decode[name]), [25, 50, 75])
+            same_engine = f"{median:.3f} [{first:.3f}, {third:.3f}]"
         rows.append(
             {
                 "batch": batch,
@@ -438,9 +441,7 @@ def compare(engines: dict[str, Runner], args: argparse.Namespace, batch: int, lo
                 "tokens/s off": batch * args.new / statistics.median(decode["off"]),
                 "on / off": statistics.median(ratios),
                 "quartiles": f"{low:.3f}..{high:.3f}",
-                "on / off, one engine": "-"
-                if same_engine is None
-                else "{1:.3f} [{0:.3f}, {2:.3f}]".format(*same_engine),
+                "on / off, one engine": same_engine,
                 "rounds": args.rounds,
                 "prefill on / off": statistics.median(ratios_of(prefill["off"], prefill[name])),
                 "capture on / off": statistics.median(ratios_of(with_capture_off, decode[name]))

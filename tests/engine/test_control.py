@@ -392,11 +392,11 @@ def test_a_second_update_meanwhile_is_refused_and_changes_nothing(engine, tmp_pa
 
 
 @pytest.mark.parametrize("path", [5, None, b"folder"])
-@pytest.mark.parametrize("call", ["update_weights_from_disk", "prepare_weights"])
+@pytest.mark.parametrize("call", [Engine.update_weights_from_disk, Engine.prepare_weights])
 def test_what_is_no_path_is_refused_by_the_name_of_its_argument(engine, call, path):
     version = next_version(engine)
-    with pytest.raises(InvalidRequestError, match=r"path=.* is no path; give the folder of a checkpoint") as caught:
-        getattr(engine, call)(path)
+    with pytest.raises(InvalidRequestError, match=r"path=.*: expected str or pathlib\.Path; give the folder") as caught:
+        call(engine, path)
     assert caught.value.param == "path"
     assert next_version(engine) == version
 

@@ -174,7 +174,7 @@ def test_a_clock_that_jumps_ends_nothing(server, engine, monkeypatch, jump_s):
 
 
 def test_good_and_refused_updates_under_load(server, engine, is_thorough):
-    """Four good ones and two refused ones; twenty and ten in a thorough run."""
+    """Four good and six refused ones; twenty and thirty in a thorough run."""
     version = server.client.get("/get_weight_version").json()["update_count"]
     for trial in range(30 if is_thorough else 6):
         calls = begun(server, engine, [{**LONG, "sampling_params": {"max_new_tokens": 40, "ignore_eos": True}}] * 4)

@@ -568,7 +568,8 @@ class Engine:
     ) -> WeightVersion:
         """`update_weights` with a checkpoint folder of the served architecture, read in the served dtype while requests
         go on. Raises WeightsMismatchError where config.json describes another model, CheckpointError where the folder
-        is damaged, UpdateInProgressError during another update. Returns as `update_weights`."""
+        is damaged, InvalidRequestError where `path` is neither str nor Path, UpdateInProgressError during another
+        update. Returns as `update_weights`."""
         self.thread.check_not_forked()
         return self._weights.update_from_disk(path, version=version, cache=cache)
 
@@ -579,7 +580,7 @@ class Engine:
         requests go on. The device holds both then. Until `commit_weights` or `drop_weights`, operations that move,
         release or replace weights raise InvalidRequestError. `version` as for `update_weights`. `update_count`: the
         count that the update gets, above the served one, where several engines share one; None: the next. Raises
-        WeightsMismatchError and CheckpointError as `update_weights_from_disk`; then nothing is prepared."""
+        what `update_weights_from_disk` does; then nothing is prepared."""
         self.thread.check_not_forked()
         self._weights.prepare(path, version=version, update_count=update_count)
 

@@ -26,7 +26,7 @@ LOWEST_BALANCE, HIGHEST_BALANCE = -4.0, 8.0  # steps; below the first drafting e
 PROBE_EVERY, RARE_PROBE_EVERY = 64, 512  # steps
 FRUITLESS_PROBES = 4  # after so many in a row probes are rare
 MEASURE_EVERY = 256  # steps; one of these verifies no draft, so that the cost of such steps stays known
-PROMISING = 2  # reports in a row of drafts that would pay, before a probe
+PROMISING = 2  # reports in a row of drafts that promise LEAST_GAIN, before a probe
 LEAST_GAIN = 1.05  # in tokens per second, of drafts that promise enough for a probe: costs are known to a few percent
 TRIAL = 8  # probes after a useful one
 
@@ -122,8 +122,8 @@ class DraftPolicy:
             self._end(num_fruitless=0)
 
     def expect(self, survivals: Sequence[Float64[np.ndarray, " k"]], num_requests: int) -> bool:
-        """Take the survivals of drafts that no step verifies, while nothing is drafted: where they would pay twice in a
-        row, the next step probes. Return whether they would pay."""
+        """Take the survivals of drafts that no step verifies, while nothing is drafted. Where they promise more than
+        LEAST_GAIN times the tokens per second twice in a row, the next step may probe. Return whether they do."""
         if not self.is_off or self._trial > 0:
             return False
         sizes, known = self._verify_sizes(num_requests), [survival for survival in survivals if survival.size]

@@ -229,7 +229,7 @@ class WeightControl:
     def _load(self, path: str | Path, update_count: int) -> nnx.State[Any, Any]:
         """The arrays of a checkpoint, once every process of the engine has its part."""
         if not isinstance(path, str | Path):
-            text = f"path={short_repr(path)} is no path; give the folder of a checkpoint as str or pathlib.Path"
+            text = f"path={short_repr(path)}: expected str or pathlib.Path; give the folder of a checkpoint"
             raise InvalidRequestError(text, param="path")
         served, group = self._context.served_model, self._context.components.group
         return self._load_from_disk(served, path) if group is None else _prepare(group, served, path, update_count)

@@ -91,7 +91,7 @@ class EngineCore:
         self.request_table = RequestTable()
         self.num_steps = 0
         self.num_rows = 0  # that were filed
-        self.num_requests_missing_rows = 0  # requests that lacked a row
+        self.num_requests_missing_rows = 0
         self.rank_tokens = [0] * len(ranks)  # fed by each data rank
         self.padding_ratio = 1.0  # tokens of the last step, padding of all data ranks included, over those without it
         self.last_progress = time.monotonic()  # when a step, a pause or an update ended, or work came to an idle core

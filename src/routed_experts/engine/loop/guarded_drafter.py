@@ -1,7 +1,7 @@
 """GuardedDrafter: a drafter whose failures cost its drafts alone. Engine thread only.
 
-It gives the drafter the tokens of requests, checks what it proposes, counts and logs what it raises, and uses it no
-more after MAX_FAILURES failures."""
+It gives the drafter the tokens of requests and checks its proposals. Each failure is counted, the first of each
+operation is logged, and after MAX_FAILURES the drafter is off."""
 
 import logging
 
@@ -51,7 +51,7 @@ class GuardedDrafter:
         self._has_changed = True
         try:
             if known is None:
-                drafter.open(req.rid, req.tokens[: req.num_known], _sequence_info(req))
+                drafter.open(req.rid, req.tokens[: req.num_known], _build_draft_sequence(req))
             else:
                 drafter.extend(req.rid, req.tokens[known : req.num_known])
         except Exception as error:
@@ -61,7 +61,7 @@ class GuardedDrafter:
         return True
 
     def propose(self, req: Req, most: int) -> Draft | None:
-        """At most `most` tokens that may follow the indexed ones, or None where the drafter fails."""
+        """At most `most` tokens that may follow the indexed ones, or None where the drafter fails or is off."""
         if self.inner is None:
             return None
         self._has_changed = True  # answers are indexed once they are searched
@@ -90,21 +90,30 @@ class GuardedDrafter:
     def forget(self) -> None:
         """Drop all answers that the drafter remembers."""
         if self.inner is not None:
-            self.inner.forget()
             self._has_changed = True
+            try:
+                self.inner.forget()
+            except Exception as error:
+                self._failed("forget", error)
 
     def close(self, req: Req) -> None:
         """Drop a request, whether or not it was indexed: a draft model drafts for others, too."""
         self._indexed.pop(req.rid, None)
         self._has_changed = True
         if self.inner is not None:
-            self.inner.close(req.rid)
+            try:
+                self.inner.close(req.rid)
+            except Exception as error:
+                self._failed("close", error)
 
     def count_bytes(self) -> None:
         """Bring the totals' `store_bytes` up to date."""
         if self._has_changed:
-            self._totals.store_bytes = 0 if self.inner is None else self.inner.nbytes
             self._has_changed = False
+            try:
+                self._totals.store_bytes = 0 if self.inner is None else self.inner.nbytes
+            except Exception as error:
+                self._failed("count bytes", error)
 
     def _failed(self, what: str, error: Exception) -> None:
         """Count a failure of the drafter; its drafts are lost, and nothing else."""
@@ -119,19 +128,19 @@ class GuardedDrafter:
             logger.error("the drafter failed %d times and is off; requests go on without drafts", self.num_failures)
 
 
-def sample_of(req: Req) -> DraftSample:
+def build_draft_sample(req: Req) -> DraftSample:
     """Which answer to its prompt a request is."""
     sampling = req.source.sampling
     noise = None if sampling.temperature == 0 else (sampling.seed, req.source.choice)
     return DraftSample(namespace=req.source.extra_key, noise=noise)
 
 
-def _sequence_info(req: Req) -> DraftSequence:
+def _build_draft_sequence(req: Req) -> DraftSequence:
     """What a drafter may know of a request besides its tokens."""
     source = req.source
     return DraftSequence(
         prompt_len=req.prompt_len,
-        sample=sample_of(req),
+        sample=build_draft_sample(req),
         group=id(source.input_ids) if source.sampling.n > 1 else None,  # one array, as long as one of them is open
         prediction=source.prediction,
     )

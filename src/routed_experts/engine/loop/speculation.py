@@ -15,7 +15,7 @@ from jaxtyping import Float64, Int32
 from routed_experts.core.buckets import continuation_size
 from routed_experts.core.model_worker_batch import ModelWorkerBatch, StepResult
 from routed_experts.core.speculative_stats import SpeculativeCounts, SpeculativeTotals
-from routed_experts.engine.loop.guarded_drafter import GuardedDrafter, sample_of
+from routed_experts.engine.loop.guarded_drafter import GuardedDrafter, build_draft_sample
 from routed_experts.engine.loop.text_ahead import TextAhead
 from routed_experts.engine.loop.verified_drafts import VerifiedDraft, VerifiedDrafts
 from routed_experts.scheduling.schedule_batch import Req, ReqState
@@ -25,7 +25,7 @@ from routed_experts.speculation.drafter import NO_DRAFT, Draft, Drafter, DraftSa
 from routed_experts.speculation.sorted_contexts import MOST_DRAFTS
 
 WATCH_EVERY = 8  # steps, at least, from one watched step to the next while drafting is off
-MOST_BACKED_OFF = 4  # times so many steps, at most, while no draft would pay
+MOST_BACKED_OFF = 4  # times so many steps, at most, while no draft promises enough for a probe
 WATCHED_A_STEP = 0.5  # requests, on average: the host's cores may be those of the device
 TIMED_EVERY = 8  # of the steps without drafts, while drafting is off, one in so many moves the table of costs
 
@@ -57,7 +57,7 @@ class Policy(Protocol):
         ...
 
     def expect(self, survivals: Sequence[Float64[np.ndarray, " k"]], num_requests: int) -> bool:
-        """Take the survivals of drafts that no step verifies; return whether they would pay."""
+        """Take the survivals of drafts that no step verifies; return whether they promise enough for a probe."""
         ...
 
     def renew(self) -> None:
@@ -234,10 +234,10 @@ class Speculation:
                 self.totals.skipped[reason] += 1
 
     def watch(self, running: Sequence[Req], step: int) -> None:
-        """While the policy drafts nothing, propose without verifying, and compare with the tokens that come, to
-        notice text that has become predictable. The step in flight hides a part of this work; where the device is the
-        host's own cores it hides little, so this becomes rarer while no draft would pay, until the newest request is
-        another one."""
+        """While the policy drafts nothing, propose without verifying, and compare with the tokens that come, to notice
+        text that has become predictable. The step in flight hides a part of this work; where the device is the host's
+        own cores it hides little, so this becomes rarer while no draft promises enough for a probe, until the newest
+        request is another one."""
         self.count_skipped(running)
         every = max(WATCH_EVERY, int(len(running) / WATCHED_A_STEP))
         newest = running[-1].rid if running else None
@@ -371,7 +371,7 @@ class Speculation:
     def close(self, req: Req) -> None:
         """Forget a request that has ended; its answer is remembered where that is asked for."""
         if self._sharing.remembers_answers and req.num_output and _refusal(req) is None:
-            self._drafter.remember(req.tokens[: req.prompt_len], req.output_ids, sample_of(req))
+            self._drafter.remember(req.tokens[: req.prompt_len], req.output_ids, build_draft_sample(req))
         self._drafter.close(req)
         self._unverified.pop(req.rid, None)
         self._estimates.forget(req.rid)
